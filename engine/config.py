@@ -1,0 +1,43 @@
+"""What an engine is built with. Frozen: nothing is changed after the start."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Raises ValueError with name, bound and value."""
+
+    model: str  # checkpoint folder, GGUF file or hub id
+    dtype: str = (
+        "auto"  # auto (float32 on CPU, the checkpoint's own on CUDA), float32, bfloat16, float16
+    )
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    block_size: int = 16  # tokens per KV block
+    num_blocks: int | None = None  # KV blocks; None: from kv_cache_bytes
+    kv_cache_bytes: int = 1 << 30  # memory for the KV cache when num_blocks is None (CPU)
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, step and KV cache
+    max_num_seqs: int = 64  # sequences in one step
+    max_num_batched_tokens: int = 512  # tokens in one step
+    max_model_len: int | None = None  # prompt + generated tokens; None: the model's own limit
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None  # CPU threads of the engine; None: torch's choice
+    seed: int = 0  # of the stream from which unseeded requests get their seeds
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must be a checkpoint folder, a GGUF file or a hub id, got ''")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
+            )
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_blocks", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )

@@ -1,0 +1,65 @@
+"""One generation in the engine: the tokens it knows, how many of them are computed, where they lie.
+
+Knows nothing of text, models or the queue. Imports no torch.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.sampling_params import SamplingParams
+
+
+class SequenceState(StrEnum):
+    WAITING = "waiting"  # holds no blocks; new, or preempted
+    RUNNING = "running"  # holds blocks; may be scheduled
+    FINISHED = "finished"  # holds nothing; has a finish_reason
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Never a lie: a deadline is not a length."""
+
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens
+    DEADLINE = "deadline"
+    REPETITION = "repetition"
+    ABORT = "abort"  # the client cancelled
+    ERROR = "error"  # this sequence cannot go on; see Sequence.error
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """Mutable state of one sample of one request. Owned by the Scheduler."""
+
+    seq_id: int  # unique in the engine's life
+    request_id: str
+    sample_index: int  # 0 … params.n - 1
+    token_ids: list[int]  # prompt, then generated
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int  # of this request's noise; with sample_index and position it fixes every draw
+    priority: int = 0  # higher first
+    arrival: int = 0  # order of arrival; ties of priority are served in it
+    cache_salt: bytes = b""  # sequences with different salts never share blocks
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # leading tokens whose K and V lie in the block table
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def generated_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
