@@ -1,0 +1,141 @@
+"""Our launchers: data, ports and passwords survive, owners exclude each other, nothing is left."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import psycopg
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cli.servers import FolderInUse, Postgres, Valkey
+
+OWNER = """
+import sys, time
+from cli.servers import Valkey
+server = Valkey(sys.argv[1])
+server.start()
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_valkey_keeps_port_password_and_data_over_a_kill(tmp_path):
+    with Valkey(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        url = server.url
+        client.set("kept", "yes")
+        wait_until(lambda: client.info("persistence")["aof_pending_bio_fsync"] == 0)
+        server.kill()
+        assert server.pid is None
+        server.start()
+        assert server.url == url
+        assert client.get("kept") == b"yes"
+
+
+def test_valkey_without_persistence_forgets(tmp_path):
+    with Valkey(tmp_path, persist=False) as server, redis.Redis.from_url(server.url) as client:
+        client.set("kept", "yes")
+        server.kill()
+        server.start()
+        assert client.get("kept") is None
+
+
+def test_valkey_is_never_evicting_and_asks_for_its_password(valkey_server):
+    with redis.Redis.from_url(valkey_server.url) as client:
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        assert client.config_get("bind") == {"bind": "127.0.0.1"}
+    with (
+        redis.Redis(port=valkey_server.port, retry=Retry(NoBackoff(), 0)) as stranger,
+        pytest.raises(redis.AuthenticationError),
+    ):
+        stranger.ping()
+
+
+def test_the_password_is_not_on_the_command_line_nor_readable_by_others(tmp_path):
+    with Valkey(tmp_path) as server:
+        with open(f"/proc/{server.pid}/cmdline") as file:
+            assert server.password not in file.read()
+        assert (tmp_path / "valkey.password").stat().st_mode & 0o077 == 0
+        assert (tmp_path / "valkey.conf").stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_has_one_owner(tmp_path, monkeypatch):
+    monkeypatch.setattr("cli.servers.LOCK_WAIT_S", 0.1)
+    with Valkey(tmp_path), pytest.raises(FolderInUse, match="in use by another valkey"):
+        Valkey(tmp_path).start()
+    with Valkey(tmp_path) as server:
+        assert server.pid is not None
+
+
+def test_a_folder_name_with_quotes_and_spaces_is_no_configuration(tmp_path):
+    folder = tmp_path / 'a "b" \\c'
+    with Valkey(folder) as server, redis.Redis.from_url(server.url) as client:
+        assert client.config_get("dir")["dir"] == str(folder)
+
+
+def test_valkey_ends_with_its_killed_parent_and_the_next_owner_gets_the_data(tmp_path):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pid = int(owner.stdout.readline())
+        assert is_alive(pid)
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.communicate()
+    with Valkey(tmp_path) as server:  # waits for the folder
+        assert not is_alive(pid)
+        assert server.pid != pid
+
+
+def test_a_server_outlives_the_thread_that_started_it(tmp_path):
+    server = Valkey(tmp_path)
+    thread = threading.Thread(target=server.start)
+    thread.start()
+    thread.join()
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+            assert client.ping()
+    finally:
+        server.stop()
+
+
+def test_postgres_survives_a_crash_with_what_was_committed():
+    with Postgres() as server:
+        folder = server.folder
+        url = server.url.replace("+psycopg", "")
+        with psycopg.connect(url) as connection:
+            connection.execute("CREATE TABLE kept (number int)")
+            connection.execute("INSERT INTO kept VALUES (7)")
+        server.kill()
+        server.start()
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT number FROM kept").fetchone() == (7,)
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(url.replace(server.password, "wrong"))
+    assert not folder.exists()
+
+
+def test_databases_of_the_two_kinds_are_fresh_and_migrated(database_url):
+    from sqlalchemy import create_engine, inspect
+
+    engine = create_engine(database_url)
+    assert {"jobs", "workers", "idempotency_keys"} <= set(inspect(engine).get_table_names())
+    engine.dispose()
