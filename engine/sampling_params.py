@@ -1,10 +1,11 @@
-"""What a client may ask of one generation. Each option is declared, bounded and documented here, once.
+"""What a client may ask of one generation: each option is declared, bounded and explained here.
 
 Knows nothing of tokens' text, models or batches; imports nothing but the standard library, so that
 every floor of the house may use it as its door check.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 MAX_N = 16
@@ -24,7 +25,7 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Options of one generation. Raises ParameterError naming the field, the bound and the value."""
+    """Options of one generation. Raises ParameterError with the field, the bound and the value."""
 
     max_tokens: int  # most tokens to generate for each sample; >= 1
     n: int = 1  # samples of the same prompt; [1, 16]
@@ -87,13 +88,13 @@ OPTION_NAMES = frozenset(field.name for field in fields(SamplingParams))
 
 
 def check_prompt(
-    token_ids: "list[int] | tuple[int, ...]",
+    token_ids: Sequence[int],
     params: SamplingParams,
     *,
     vocab_size: int,
     max_model_len: int,
 ) -> None:
-    """The door check of a prompt against a model. Raises ParameterError on `prompt` or `max_tokens`.
+    """The door check of a prompt against a model. Raises ParameterError naming the field.
 
     Run where a job is accepted and again where it is admitted: a worker's limits may be smaller.
     """
