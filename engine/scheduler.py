@@ -1,0 +1,416 @@
+"""Which tokens are computed in the next step.
+
+The one rule: a sequence has tokens known (prompt and generated) and tokens computed, and a step
+hands out a budget of tokens until computed catches up with known. Chunked prefill, decode, a hit in
+the prefix cache, recompute after preemption and resuming from a checkpoint are the same thing, and
+nothing here asks which of them it is looking at.
+
+Knows nothing of text, models or memory; imports no torch, reads no clock, draws no random number.
+Sources: Yu et al. 2022 (Orca), iteration-level scheduling; Agrawal et al. 2024 (Sarathi-Serve),
+chunked prefill beside decodes; Kwon et al. 2023 (PagedAttention), preemption by recompute.
+
+ParameterError
+└── CapacityError    the prompt and its max_tokens can never fit
+"""
+
+from bisect import bisect_left, insort
+from collections import abc
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from engine.block_manager import BlockManager
+from engine.sampling_params import MAX_N, ParameterError, SamplingParams
+from engine.sequence import FinishReason, Sequence, SequenceState
+
+
+class CapacityError(ParameterError):
+    """A prompt that could never be finished here, however long it waited."""
+
+    def __init__(self, param: str, limit: str, needed: int, available: int) -> None:
+        super().__init__(
+            param, f"prompt + max_tokens is {needed} tokens, the {limit} {available} at most"
+        )
+        self.needed = needed
+        self.available = available
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A row of a step: tokens [num_computed_tokens, num_computed_tokens + this many)."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Computed catches up with known, so the row's last logits give the next token.
+
+        True of the plan until `update` has taken its result in.
+        """
+        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the model runner does in one step: first the copies, in order, then the rows."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    block_copies: tuple[tuple[int, int], ...]  # (source, destination): copy-on-write
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_scheduled_tokens for row in self.scheduled)
+
+    @property
+    def empty(self) -> bool:
+        return not self.scheduled
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    """Who goes first: higher priority, then earlier arrival. Unique, and never changes."""
+    return (-sequence.priority, sequence.arrival, sequence.sample_index)
+
+
+class Scheduler:
+    """Owns every unfinished sequence, from `add` to its finish reason.
+
+    Progress: while anything is unfinished, each step computes at least one token of the running
+    sequence that ranks first, and only a higher priority can ever take its blocks away.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        enable_prefix_caching: bool = True,
+        model_id: bytes = b"",
+    ) -> None:
+        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
+        self._blocks = BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            model_id=model_id,
+        )
+        # every running sequence gets at least one token of each step
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences
+        self._running: list[Sequence] = []  # by rank
+        self._waiting: list[Sequence] = []  # by rank
+        self._held: dict[str, list[Sequence]] = {}  # samples that wait for sample 0's prompt
+        self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, request)
+        self._ended: list[Sequence] = []  # by us, not yet told of by `update`
+        self._num_arrivals = 0
+        self._num_blocks_wanted = 0  # at most, by all unfinished sequences, if nothing were shared
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(map(len, self._held.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._blocks.num_free_blocks
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything left to schedule, or an end that `update` has yet to tell."""
+        return bool(self._requests or self._ended)
+
+    @property
+    def promised_tokens(self) -> int:
+        """KV tokens that unfinished sequences may take beyond the blocks they hold.
+
+        An upper bound: every token allowed is generated, and nothing more is shared.
+        """
+        held = sum(map(self._blocks.num_blocks_kept, self._running))
+        return (self._num_blocks_wanted - held) * self._blocks.block_size
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: abc.Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        priority: int = 0,
+        deadline: float | None = None,
+        generated: abc.Sequence[abc.Sequence[int]] = (),
+        cache_salt: bytes = b"",
+    ) -> list[Sequence]:
+        """Take in a request: one sequence for each of its `n` samples, which wait to be scheduled.
+
+        `generated` holds the tokens each sample has from an earlier attempt; a sample that these
+        complete is finished at once. Raises ParameterError, and CapacityError when the request can
+        never fit; then nothing has changed.
+        """
+        if request_id in self._requests:
+            raise ParameterError("request_id", f"request {request_id!r} is already here")
+        if len(generated) not in (0, params.n):
+            raise ParameterError(
+                "generated", f"generated must have {params.n} samples, got {len(generated)}"
+            )
+        for token_ids in generated:
+            if len(token_ids) > params.max_tokens:
+                raise ParameterError(
+                    "generated",
+                    f"generated may have at most max_tokens ({params.max_tokens}) tokens "
+                    f"a sample, got {len(token_ids)}",
+                )
+        self._check_capacity(len(prompt_ids), params.max_tokens)
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        sequences = [
+            Sequence(
+                seq_id=arrival * MAX_N + index,
+                request_id=request_id,
+                sample_index=index,
+                token_ids=[*prompt_ids, *(generated[index] if generated else ())],
+                num_prompt_tokens=len(prompt_ids),
+                params=params,
+                seed=seed,
+                priority=priority,
+                arrival=arrival,
+                deadline=deadline,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        if deadline is not None:
+            heappush(self._deadlines, (deadline, arrival, request_id))
+        self._enter(request_id, sequences)
+        return sequences
+
+    def schedule(self, now: float) -> StepPlan:
+        """Decide the next step. Its result must go to `update` before the next call."""
+        self._expire(now)
+        self._admit_waiting()
+        scheduled: list[ScheduledSequence] = []
+        copies: list[tuple[int, int]] = []
+        budget = self._max_num_batched_tokens
+        while len(scheduled) < len(self._running):
+            sequence = self._running[len(scheduled)]
+            # a token is left for each sequence behind, so that no prompt holds up another's decode
+            behind = len(self._running) - len(scheduled) - 1
+            num_tokens = min(sequence.num_uncomputed_tokens, budget - behind)
+            assert num_tokens > 0, f"{sequence} has nothing to compute: its last row gave no token"
+            if self._blocks.num_blocks_to_write(sequence, num_tokens) > self.num_free_blocks:
+                self._preempt(self._running[-1])  # perhaps itself
+                continue
+            copies += self._blocks.prepare(sequence, num_tokens)
+            scheduled.append(ScheduledSequence(sequence, num_tokens))
+            budget -= num_tokens
+        return StepPlan(tuple(scheduled), tuple(copies))
+
+    def update(
+        self, plan: StepPlan, sampled: abc.Sequence[int | None], now: float
+    ) -> list[Sequence]:
+        """Take in a step's result: `sampled[i]` is row i's next token, None where it has none.
+
+        Returns every sequence that got a token or was ended here since the last update. Rows whose
+        sequence was finished or aborted since the plan was made are passed over. A row that should
+        have sampled and has None must be finished before the next `schedule`.
+        """
+        changed: list[Sequence] = []
+        for row, token_id in zip(plan.scheduled, sampled, strict=True):
+            sequence = row.sequence
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            assert token_id is None or row.samples, f"{sequence} got a token it did not ask for"
+            self._blocks.mark_computed(sequence, row.num_scheduled_tokens)
+            if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
+                self._release_held(sequence)
+            if token_id is not None:
+                sequence.token_ids.append(token_id)
+                changed.append(sequence)
+                self._end_if_complete(sequence)
+        self._expire(now)
+        changed += self._ended
+        self._ended.clear()
+        return list(dict.fromkeys(changed))
+
+    def finish(self, sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> None:
+        """End a sequence for a reason seen from above, and free its blocks at once.
+
+        On one that has just ended here, the reason from above takes the place of ours: a stop
+        string completed by the last token allowed is a stop. With ERROR, nothing the sequence has
+        computed can be found in the prefix cache any more; call it before `update` sees the row.
+        """
+        if sequence.state is not SequenceState.FINISHED:
+            self._end(sequence, reason)
+        sequence.finish_reason = reason
+        sequence.error = error
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End what is left of a request and free its blocks at once. Returns what was ended."""
+        return self._end_request(request_id, FinishReason.ABORT)
+
+    def check(self) -> None:
+        """Assert that the books balance: every sequence in one place, every block accounted for."""
+        held = [sequence for children in self._held.values() for sequence in children]
+        unfinished = [sequence for group in self._requests.values() for sequence in group]
+        placed = [*self._running, *self._waiting, *held]
+        assert sorted(map(_rank, placed)) == sorted(map(_rank, unfinished)), "misplaced sequence"
+        assert len(set(map(_rank, placed))) == len(placed), "a sequence in two places"
+        assert self._running == sorted(self._running, key=_rank), "running out of order"
+        assert self._waiting == sorted(self._waiting, key=_rank), "waiting out of order"
+        assert all(s.state is SequenceState.RUNNING for s in self._running)
+        assert all(s.state is SequenceState.WAITING for s in [*self._waiting, *held])
+        assert not any(s.block_table or s.num_computed_tokens for s in [*self._waiting, *held])
+        assert len(self._running) <= self._max_num_seqs
+        assert self._num_blocks_wanted == sum(map(self._num_blocks_at_most, unfinished))
+        self._blocks.check(self._running)
+
+    def _check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        needed = num_prompt_tokens + max_tokens
+        pool = self._blocks.num_blocks * self._blocks.block_size
+        for limit, available in (("model takes", self._max_model_len), ("KV cache holds", pool)):
+            if needed > available:
+                param = "prompt" if num_prompt_tokens >= available else "max_tokens"
+                raise CapacityError(param, limit, needed, available)
+
+    def _num_blocks_at_most(self, sequence: Sequence) -> int:
+        return self._blocks.num_blocks_for(sequence.num_prompt_tokens + sequence.params.max_tokens)
+
+    def _enter(self, request_id: str, sequences: list[Sequence]) -> None:
+        self._requests[request_id] = list(sequences)
+        self._num_blocks_wanted += sum(map(self._num_blocks_at_most, sequences))
+        leader, *children = sequences
+        insort(self._waiting, leader, key=_rank)
+        if children:
+            self._held[request_id] = children
+        for sequence in sequences:
+            if sequence.num_generated_tokens:
+                self._end_if_complete(sequence)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, arrival, request_id = heappop(self._deadlines)
+            group = self._requests.get(request_id)
+            if group and group[0].arrival == arrival:  # not a later request under the same id
+                self._ended += self._end_request(request_id, FinishReason.DEADLINE)
+
+    def _admit_waiting(self) -> None:
+        """Let waiting sequences run, in rank order, while seats, tokens and blocks last.
+
+        Strictly in order: were a small prompt to pass a large one that does not fit yet, a stream
+        of small ones could keep the large one waiting for ever.
+        """
+        while self._waiting and self._make_room(self._waiting[0]):
+            sequence = self._waiting.pop(0)
+            self._blocks.admit(sequence)
+            sequence.state = SequenceState.RUNNING
+            insort(self._running, sequence, key=_rank)
+            if sequence.num_preemptions == 0:
+                sequence.num_cached_tokens = min(
+                    sequence.num_computed_tokens, sequence.num_prompt_tokens
+                )
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence can run now; preempts what has less priority if that is what it takes.
+
+        The fewest that make room are preempted, and none if even all of them would not.
+        """
+        ahead = bisect_left(self._running, _rank(sequence), key=_rank)
+        demand = sum(running.num_uncomputed_tokens for running in self._running[:ahead])
+        for num_kept in range(len(self._running), -1, -1):
+            victims = self._running[num_kept:]
+            if victims and victims[0].priority >= sequence.priority:
+                return False
+            if (
+                num_kept < self._max_num_seqs
+                and demand + max(0, num_kept - ahead) < self._max_num_batched_tokens
+                # a block is left for each who runs: all of them can go on in this step, and
+                # nobody is let in only to be preempted at once
+                and self._blocks.fits(sequence, spare=num_kept, without=victims)
+            ):
+                for victim in reversed(victims):
+                    self._preempt(victim)
+                return True
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks: what it knows stays, what it has computed is computed again."""
+        self._running.remove(sequence)
+        self._blocks.free(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, sequence, key=_rank)
+
+    def _release_held(self, leader: Sequence) -> None:
+        """Let the other samples go once sample 0 has computed their prompt, or has ended.
+
+        They fork it while there is a seat and a block to copy to for each who runs; the others, and
+        those that already know tokens of their own, wait as all do and find the prompt in the
+        prefix cache.
+        """
+        for child in self._held.pop(leader.request_id, ()):
+            forks = (
+                leader.num_computed_tokens >= leader.num_prompt_tokens == child.num_tokens
+                and len(self._running) < self._max_num_seqs
+                and len(self._running) < self.num_free_blocks
+            )
+            if not forks:
+                insort(self._waiting, child, key=_rank)
+                continue
+            self._blocks.fork(leader, child)
+            child.num_cached_tokens = child.num_computed_tokens
+            child.state = SequenceState.RUNNING
+            insort(self._running, child, key=_rank)
+
+    def _end_if_complete(self, sequence: Sequence) -> None:
+        params = sequence.params
+        token_id = sequence.token_ids[-1]
+        stops = token_id in params.stop_token_ids or (
+            token_id in self._eos_token_ids and not params.ignore_eos
+        )
+        # the stopping token itself is no part of the text, so min_tokens come before it
+        if stops and sequence.num_generated_tokens > params.min_tokens:
+            self._end(sequence, FinishReason.STOP)
+        elif sequence.num_generated_tokens >= params.max_tokens:
+            self._end(sequence, FinishReason.LENGTH)
+        else:
+            return
+        self._ended.append(sequence)
+
+    def _end_request(self, request_id: str, reason: FinishReason) -> list[Sequence]:
+        group = list(self._requests.get(request_id, ()))
+        for sequence in reversed(group):  # sample 0 last: its end lets the others go
+            self._end(sequence, reason)
+        return group
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        group = self._requests[sequence.request_id]
+        group.remove(sequence)
+        if not group:
+            del self._requests[sequence.request_id]
+        self._num_blocks_wanted -= self._num_blocks_at_most(sequence)
+        held = self._held.get(sequence.request_id, [])
+        if sequence in held:
+            held.remove(sequence)
+        else:
+            self._release_held(sequence)
+            if sequence.state is SequenceState.RUNNING:
+                self._running.remove(sequence)
+                self._blocks.free(sequence, forget=reason is FinishReason.ERROR)
+            else:
+                self._waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
