@@ -1,0 +1,335 @@
+"""Text to token ids and back, as the model's own `tokenizer.json` says.
+
+Built on the `tokenizers` library, whose Rust object is never changed after loading, so that any
+number of threads may share one Tokenizer (a change while another thread encodes is "Already
+borrowed"). Knows nothing of sequences or jobs; loads neither torch nor transformers, whose
+`AutoTokenizer` its ids equal.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+from engine.chat_template import ChatTemplate
+from engine.sampling_params import ParameterError
+
+# a named token of tokenizer_config.json; also a variable of the chat template
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+# two private-use code points stand for a masked string, see Tokenizer.encode_chat
+_ESCAPE = "\U000f0000"
+_FIRST_CODE = 0xF0001
+
+
+class TokenizerError(ValueError):
+    """A checkpoint folder's tokenizer files cannot be used; the message names the file."""
+
+
+class Tokenizer:
+    """Encodes prompts and chats, decodes ids. Threads may share it."""
+
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        *,
+        vocab_size: int,  # of the model's embedding, which may be larger than the vocabulary
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        named_tokens: Mapping[str, str],
+        chat_template: str | None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self._rust = rust
+        added = rust.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        control_ids = self._special_ids | eos_token_ids
+        control_ids |= {
+            i for i in map(rust.token_to_id, named_tokens.values()) if i is not None and i in added
+        }
+        self._controls = {added[i].content: i for i in sorted(control_ids & added.keys())}
+        self._control_pattern = _alternatives(self._controls)
+        self._needles = sorted({_needle(control) for control in self._controls} | {_ESCAPE})
+        self._needle_pattern = _alternatives(self._needles)
+        self._template = (
+            None if chat_template is None else ChatTemplate(chat_template, named_tokens)
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """Read a checkpoint folder's tokenizer files and config.json.
+
+        Raises TokenizerError, or ChatTemplateError when the chat template does not compile.
+        """
+        folder = Path(folder)
+        model_config = _read_json(folder / "config.json", required=True)
+        model_config = model_config.get("text_config") or model_config
+        generation_config = _read_json(folder / "generation_config.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path} is missing")
+        try:
+            rust = RustTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+        rust.no_truncation()
+        rust.no_padding()
+        named = {
+            name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None
+        }
+        _add_missing_tokens(rust, config, named)
+        return cls(
+            rust,
+            vocab_size=_positive_int(model_config, "vocab_size", folder),
+            max_model_len=_positive_int(model_config, "max_position_embeddings", folder),
+            eos_token_ids=_eos_token_ids(rust, generation_config, model_config, named),
+            named_tokens=named,
+            chat_template=_chat_template_source(folder, config),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether a token's string spells bytes in the GPT-2 alphabet."""
+        return type(self._rust.decoder).__name__ == "ByteLevel"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a completion prompt, with the special ids the model's tokenizer puts around it.
+
+        Special tokens spelled in the text are read as such: a raw prompt is the client's own.
+        """
+        return self._encode(self._rust, text, "prompt", add_special_tokens=True)
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids of a chat up to where the assistant is to speak.
+
+        Only the template may speak in control tokens. Where a message spells one, it becomes the
+        ids of its plain text; every other chat has exactly the ids that Hugging Face's
+        `apply_chat_template` gives. To find out which control tokens are the template's own, the
+        chat is rendered a second time with the first character of every control token masked in
+        the messages: whatever the template then cuts, joins or trims, messages hold none.
+
+        Raises ParameterError on `messages`.
+        """
+        if self._template is None:
+            raise ParameterError(
+                "messages", "this model has no chat template; send a prompt to /v1/completions"
+            )
+        messages = _checked(messages)
+        text = self._template.render(messages)
+        masked_messages = self._masked(messages)
+        if masked_messages != messages:
+            masked = self._template.render(masked_messages)
+            own_controls = self._control_pattern.findall(masked)
+            if own_controls != self._control_pattern.findall(text):
+                return self._encode_guarded(masked)
+        return self._encode(self._rust, text, "messages", add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of all ids at once; ids beyond the vocabulary have none."""
+        return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own string for an id, as its decoder sees it; "" beyond it."""
+        return self._rust.id_to_token(token_id) or ""
+
+    def is_visible(self, token_id: int) -> bool:
+        """Whether an id has a part in the text: it is in the vocabulary and not special."""
+        return token_id not in self._special_ids and self._rust.id_to_token(token_id) is not None
+
+    def _encode(
+        self, rust: RustTokenizer, text: str, param: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ParameterError(param, f"{param} must not hold lone surrogates") from error
+        return rust.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _masked(self, value: Any) -> Any:
+        """The same JSON value with every needle in its strings replaced by two private code points.
+
+        Injective, whatever the strings hold: the escape is itself a needle.
+        """
+        if isinstance(value, str):
+            return self._needle_pattern.sub(
+                lambda match: _ESCAPE + chr(_FIRST_CODE + self._needles.index(match.group())),
+                value,
+            )
+        if isinstance(value, dict):
+            return {self._masked(key): self._masked(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._masked(item) for item in value]
+        return value
+
+    def _encode_guarded(self, masked: str) -> list[int]:
+        """Ids of a rendered chat whose messages are masked: the controls in it are the template's.
+
+        They are renamed to markers nobody can guess, the messages are unmasked, and a twin of the
+        tokenizer that knows the controls under those markers only encodes the whole in one piece,
+        so that pre-tokenization sees the same neighbours as ever.
+        """
+        rust, markers = self._guarded
+        text = self._control_pattern.sub(lambda match: markers[match.group()], masked)
+        codes = f"{chr(_FIRST_CODE)}-{chr(_FIRST_CODE + len(self._needles) - 1)}"
+        text = re.sub(
+            f"{_ESCAPE}([{codes}])",
+            lambda match: self._needles[ord(match.group(1)) - _FIRST_CODE],
+            text,
+        )
+        return self._encode(rust, text, "messages", add_special_tokens=False)
+
+    @cached_property
+    def _guarded(self) -> tuple[RustTokenizer, dict[str, str]]:
+        # built when first needed: it doubles the memory, and most chats hold no control token
+        nonce = secrets.token_hex(16)
+        markers = {text: f"{_ESCAPE}{nonce}:{i}{_ESCAPE}" for text, i in self._controls.items()}
+        spec = json.loads(self._rust.to_str())
+        _rename(spec, markers)
+        return RustTokenizer.from_str(json.dumps(spec)), markers
+
+
+def _needle(control: str) -> str:
+    """What to mask so that no text can spell `control`: its first character, unless masking that
+    would garble ordinary words, such as a message's role.
+    """
+    return control if control[0].isalnum() or control[0].isspace() else control[0]
+
+
+def _alternatives(texts: Mapping[str, int] | Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) matches nothing
+
+
+def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without null fields. Raises ParameterError unless each has role and content."""
+    if not isinstance(messages, list) or not messages:
+        raise ParameterError("messages", "messages must be a list of at least 1 message")
+    checked = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ParameterError("messages", f"messages[{index}] must be an object")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise ParameterError(
+                    "messages",
+                    f"messages[{index}].{name} must be text, "
+                    f"got {type(message.get(name)).__name__}",
+                )
+        checked.append({key: value for key, value in message.items() if value is not None})
+    return checked
+
+
+def _rename(spec: dict[str, Any], markers: Mapping[str, str]) -> None:
+    """Give the control tokens of a serialised tokenizer other names, ids unchanged."""
+    for token in spec["added_tokens"]:
+        token["content"] = markers.get(token["content"], token["content"])
+    spec["post_processor"] = None  # names the tokens too, and plays no part in a chat
+    model = spec["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {markers.get(text, text): i for text, i in vocabulary.items()}
+    else:  # Unigram: [text, score] in the order of ids
+        model["vocab"] = [[markers.get(text, text), score] for text, score in vocabulary]
+    if model.get("unk_token") in markers:
+        model["unk_token"] = markers[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = list(_merges_without(model["merges"], markers))
+
+
+def _merges_without(merges: list[Any], markers: Mapping[str, str]) -> Iterator[Any]:
+    for merge in merges:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        if not {left, right, left + right} & markers.keys():
+            yield merge
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise TokenizerError(f"{path} is missing")
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json: a string, or an object with its flags."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _positive_int(config: dict[str, Any], name: str, folder: Path) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise TokenizerError(f"{folder / 'config.json'}: {name} must be at least 1, got {value!r}")
+    return value
+
+
+def _add_missing_tokens(
+    rust: RustTokenizer, config: dict[str, Any], named: Mapping[str, str]
+) -> None:
+    """Add what tokenizer_config.json names and tokenizer.json lacks, in the order of ids."""
+    known = {token.content for token in rust.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    for _, flags in sorted(listed.items(), key=lambda item: int(item[0])):
+        if flags["content"] not in known:
+            rust.add_tokens([AddedToken(**flags)])
+            known.add(flags["content"])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    for text in [*named.values(), *map(_content, extra)]:
+        if text is not None and text not in known:
+            rust.add_special_tokens([text])
+            known.add(text)
+
+
+def _eos_token_ids(
+    rust: RustTokenizer,
+    generation_config: dict[str, Any],
+    model_config: dict[str, Any],
+    named: Mapping[str, str],
+) -> frozenset[int]:
+    """The ids that end a generation: the generation config's, and the tokenizer's own.
+
+    Both, because chat checkpoints are known to name the end of a turn in only one of the two.
+    """
+    listed = generation_config.get("eos_token_id", model_config.get("eos_token_id"))
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    if "eos_token" in named:
+        ids.add(rust.token_to_id(named["eos_token"]))
+    return frozenset(ids)
+
+
+def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source if isinstance(source, str) else None
