@@ -1,0 +1,155 @@
+"""Connections to the database of a deployment: SQLite or PostgreSQL, writing or reading, its clock.
+
+Knows how to open, begin and commit on each of the two; every statement stands in its own module.
+
+DatabaseURLError
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    URL,
+    Connection,
+    Double,
+    Select,
+    create_engine,
+    event,
+    literal_column,
+    make_url,
+    select,
+)
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, TimeoutError
+
+BUSY_TIMEOUT_S = 15.0
+POOL_TIMEOUT_S = 15.0
+_WRITES = "tokenmill_writes"
+
+_SQLITE_CLOCK = "(julianday('now') - 2440587.5) * 86400.0"
+_POSTGRES_CLOCK = "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+# serialization failure, deadlock, lock timeout, server going down or not yet up
+_TRANSIENT_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
+
+
+class DatabaseURLError(ValueError):
+    """A database URL that is neither SQLite's nor PostgreSQL's. Never repeats a password."""
+
+
+class Database:
+    """A pool of connections. Thread-safe; not to be carried across a fork or a spawn.
+
+    Raises DatabaseURLError when made; SQLAlchemy's OperationalError where the server is away and
+    TimeoutError where the pool stays empty (see `transient`).
+    """
+
+    def __init__(self, url: str, *, pool_size: int = 5) -> None:
+        self.url = parse_url(url)
+        self.sqlite = self.url.get_backend_name() == "sqlite"
+        self._engine = create_engine(
+            self.url,
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=POOL_TIMEOUT_S,
+            pool_pre_ping=not self.sqlite,
+            pool_recycle=-1 if self.sqlite else 300,
+            connect_args={} if self.sqlite else _POSTGRES_CONNECT,
+        )
+        clock = _SQLITE_CLOCK if self.sqlite else _POSTGRES_CLOCK
+        self._clock: Select[float] = select(literal_column(clock, Double()))
+        if self.sqlite:
+            if self.url.database:
+                Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+            event.listen(self._engine, "connect", _open_sqlite)
+            event.listen(self._engine, "begin", _begin_sqlite)
+        self._writing = self._engine.execution_options(**{_WRITES: True})
+        self._reading = self._engine.execution_options(
+            **({} if self.sqlite else {"postgresql_readonly": True})
+        )
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """A writing transaction: committed at the end, rolled back by an exception."""
+        with self._writing.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads; on SQLite it never waits for a writer."""
+        with self._reading.begin() as connection:
+            yield connection
+
+    def clock(self, connection: Connection) -> float:
+        """Seconds since 1970 by the database: the only clock that decides anything."""
+        return float(connection.execute(self._clock).scalar_one())
+
+    def dispose(self) -> None:
+        self._engine.dispose()
+
+
+def parse_url(url: str) -> URL:
+    """A URL with our driver in it. Raises DatabaseURLError."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise DatabaseURLError("the database URL cannot be read") from None
+    backend = parsed.drivername.split("+")[0]
+    if backend == "sqlite":
+        if not parsed.database or parsed.database == ":memory:":
+            raise DatabaseURLError("a SQLite URL must name a file: sqlite:///PATH")
+        return parsed.set(drivername="sqlite+pysqlite")
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise DatabaseURLError(f"databases are sqlite and postgresql, got {backend!r}")
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same transaction may well succeed when tried again."""
+    if isinstance(error, TimeoutError):  # the pool stayed empty
+        return True
+    if not isinstance(error, DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    if isinstance(error.orig, sqlite3.OperationalError):
+        # BUSY, LOCKED, FULL, IOERR: the disk may be mended, the writer may end
+        return (getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in (5, 6, 10, 13)
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    if sqlstate is None:
+        return isinstance(error, OperationalError)  # psycopg: the server could not be reached
+    # 08: connection; 53: out of disk, memory or connections
+    return sqlstate in _TRANSIENT_SQLSTATES or sqlstate[:2] in ("08", "53")
+
+
+# a half-open connection is noticed in about 15 s; a frozen process loses its locks after 30 s, else
+# SKIP LOCKED would pass over its rows for ever
+_POSTGRES_CONNECT: dict[str, Any] = {
+    "connect_timeout": 5,
+    "application_name": "tokenmill",
+    "keepalives_idle": 5,
+    "keepalives_interval": 3,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+    "options": "-c idle_in_transaction_session_timeout=30000 -c lock_timeout=10000"
+    " -c statement_timeout=30000",
+}
+
+
+def _open_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    # the driver's own BEGIN is deferred: a transaction that reads first and writes later then fails
+    # at once with BUSY, whatever the timeout. We begin by ourselves, see below
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+    if cursor.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+        cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits at power loss
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,48 @@
+"""Which state a job may go to next, and why it ended. Nothing else in the project decides this."""
+
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+NEXT: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.EXPIRED}),
+    # back to QUEUED: handed back by its worker, or taken from one whose lease ran out
+    JobState.RUNNING: frozenset(JobState) - {JobState.RUNNING},
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+    JobState.EXPIRED: frozenset(),
+}
+
+TERMINAL = frozenset(state for state, following in NEXT.items() if not following)
+
+
+class ErrorCode(StrEnum):
+    """Why a job did not succeed: `error.code` of the job object."""
+
+    INVALID_REQUEST = "invalid_request"  # the worker's door check refused what came past the API
+    EXCEEDS_CAPACITY = "exceeds_capacity"  # can never fit this engine's KV pool
+    NUMERICAL_ERROR = "numerical_error"  # NaN or infinity in this row's logits
+    ENGINE_ERROR = "engine_error"
+    POISONED = "poisoned"  # the engine process died with it too often
+    MAX_ATTEMPTS = "max_attempts"
+    TIME_LIMIT = "time_limit"  # Celery's soft or hard limit
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    UNSTORABLE = "unstorable"  # the database refused the result
+
+
+_CLIENTS_FAULT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.EXCEEDS_CAPACITY})
+
+
+def error_object(code: ErrorCode, message: str, *, param: str | None = None) -> dict[str, object]:
+    """The `error` of a job object, in OpenAI's four keys."""
+    kind = "invalid_request_error" if code in _CLIENTS_FAULT else "server_error"
+    return {"message": message, "type": kind, "param": param, "code": str(code)}

@@ -1,0 +1,194 @@
+"""What goes into the store and what comes out of it: frozen values, no connection attached."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from sqlalchemy import Row
+
+from jobs.lifecycle import TERMINAL, JobState
+from jobs.rows import decode, encode
+
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
+MAX_CUSTOM_ID_BYTES = 256
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's: no i, l, o, u
+_JSON = ("body", "metadata", "output", "error")
+
+
+def new_job_id() -> str:
+    """An id nobody can guess, that sorts by the millisecond it was made in."""
+    number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    return "job_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob:
+    """A job to be accepted. The body has passed the door check; here only the row's own bounds."""
+
+    id: str = field(default_factory=new_job_id)
+    url: str  # /v1/chat/completions or /v1/completions
+    model: str
+    body: Mapping[str, Any]
+    custom_id: str | None = None
+    priority: int = 0
+    max_attempts: int = 5
+    deadline_s: float | None = None  # from now
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    batch_id: str | None = None
+    prompt_tokens: int = 0  # counted at the door; 0: not counted
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("id", "url", "model", "custom_id"):
+            value = getattr(self, name)
+            if value is not None and not storable(value):
+                raise ValueError(f"{name} holds U+0000 or a lone surrogate")
+        if not 1 <= len(self.id) <= 64:
+            raise ValueError(f"id must have 1 to 64 characters, got {len(self.id)}")
+        if self.custom_id is not None and len(self.custom_id.encode()) > MAX_CUSTOM_ID_BYTES:
+            raise ValueError(f"custom_id must have at most {MAX_CUSTOM_ID_BYTES} bytes")
+        if not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise ValueError(
+                f"priority must be in [{MIN_PRIORITY}, {MAX_PRIORITY}], got {self.priority}"
+            )
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+        if self.deadline_s is not None and not 0 < self.deadline_s < 1e12:
+            raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
+
+    def accepted(self, now: float) -> "JobRecord":
+        """The queued row it becomes."""
+        return JobRecord(
+            id=self.id,
+            custom_id=self.custom_id,
+            batch_id=self.batch_id,
+            url=self.url,
+            model=self.model,
+            body=dict(self.body),
+            priority=self.priority,
+            deadline_at=None if self.deadline_s is None else now + self.deadline_s,
+            max_attempts=self.max_attempts,
+            metadata=dict(self.metadata),
+            state=JobState.QUEUED,
+            created_at=now,
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A job's row, its JSON columns decoded. Times are seconds by the database's clock."""
+
+    id: str
+    custom_id: str | None
+    batch_id: str | None
+    url: str
+    model: str
+    body: dict[str, Any]
+    priority: int
+    deadline_at: float | None
+    max_attempts: int
+    metadata: dict[str, str]
+    state: JobState
+    attempt: int = 0
+    fence: int = 0
+    crash_count: int = 0
+    worker_id: str | None = None
+    created_at: float
+    published_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    output: dict[str, Any] | None = None  # the endpoint's response body
+    error: dict[str, Any] | None = None  # message, type, param, code
+    finish_reason: str | None = None
+    prompt_tokens: int
+    max_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    wasted_tokens: int = 0
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> Self:
+        """From a row that holds every column of `columns`."""
+        values = dict(row._mapping)
+        for name in _JSON:
+            values[name] = decode(values[name])
+        return cls(**{**values, "state": JobState(values["state"])})
+
+    def row(self) -> dict[str, Any]:
+        """The columns as the database takes them. Raises ValueError on NaN in a JSON column."""
+        values = {name: getattr(self, name) for name in RECORD_COLUMNS}
+        for name in _JSON:
+            values[name] = None if values[name] is None else encode(values[name])
+        return {**values, "state": str(self.state)}
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Token counts as the job object shows them."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "wasted_tokens": self.wasted_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    @property
+    def timings(self) -> dict[str, float | None]:
+        """Seconds from acceptance to the start, to the first token, to the end; and per token.
+
+        None where the moment has not come. The start is the last attempt's.
+        """
+        tpot_s = None
+        if self.first_token_at is not None and self.finished_at is not None:
+            later_tokens = self.completion_tokens - 1
+            if later_tokens > 0:
+                tpot_s = (self.finished_at - self.first_token_at) / later_tokens
+        return {
+            "queue_s": self._since_creation(self.started_at),
+            "ttft_s": self._since_creation(self.first_token_at),
+            "tpot_s": tpot_s,
+            "total_s": self._since_creation(self.finished_at),
+        }
+
+    def _since_creation(self, moment: float | None) -> float | None:
+        return None if moment is None else max(0.0, moment - self.created_at)
+
+
+RECORD_COLUMNS = tuple(each.name for each in fields(JobRecord))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself when it starts. `id` is new for every incarnation."""
+
+    id: str
+    hostname: str
+    pid: int
+    model: str
+    max_num_seqs: int
+    kv_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord(WorkerInfo):
+    """A worker's row."""
+
+    started_at: float
+    seen_at: float
+    lease_until: float
+    stats: dict[str, Any]
+
+
+def storable(text: str) -> bool:
+    """Whether a plain text column takes it on both databases."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)

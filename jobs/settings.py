@@ -1,0 +1,256 @@
+"""Every setting of a deployment, read once from the environment. No other file reads it.
+
+`DATABASE_URL` and `REDIS_URL` have their usual names, every other field is TOKENMILL_<FIELD>. Each
+field carries its one line of documentation, its unit and its bounds, so that docs/settings.md and
+`tokenmill doctor` say what the code checks.
+
+SettingsError
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class SettingsError(ValueError):
+    """A missing or odd value; `variable` is the environment variable to mend."""
+
+    def __init__(self, variable: str, message: str) -> None:
+        super().__init__(f"{variable} {message}")
+        self.variable = variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model this deployment serves: the name clients use, and the checkpoint behind it."""
+
+    name: str
+    path: str  # checkpoint folder, GGUF file or hub id
+
+
+def _setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    metadata = {"doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One deployment's settings. Raises SettingsError naming the variable, the bound, the value."""
+
+    database_url: str = _setting(
+        "sqlite:///.tokenmill/tokenmill.db",
+        "Where jobs live: sqlite:///PATH or postgresql://…; by default a file in the data folder.",
+    )
+    redis_url: str = _setting(
+        "redis://127.0.0.1:6379/0",
+        "The broker: redis://, rediss:// or unix:///SOCKET?db=N.",
+    )
+    data_dir: str = _setting(".tokenmill", "Folder of the embedded servers, database and models.")
+    models: tuple[ModelEntry, ...] = _setting(
+        (ModelEntry(name="smollm2-135m-instruct", path=".tokenmill/models/smollm2-135m-instruct"),),
+        "Models served: a comma list of NAME or NAME=CHECKPOINT; NAME alone is "
+        "<data_dir>/models/NAME.",
+    )
+    host: str = _setting("127.0.0.1", "Address the API listens on.")
+    port: int = _setting(8000, "Port the API listens on; 0 takes a free one.", low=0, high=65535)
+    dtype: str = _setting(
+        "auto",
+        "Compute type; auto is float32 on a CPU and the checkpoint's own on a GPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")
+    block_size: int = _setting(16, "Tokens in one KV block.", unit="tokens", low=1, high=1024)
+    num_blocks: int | None = _setting(
+        None, "KV blocks; unset: as many as the memory setting allows.", low=1, high=2**31 - 1
+    )
+    kv_cache_bytes: int = _setting(
+        1 << 30, "Memory of the KV cache on a CPU.", unit="bytes", low=1 << 16, high=1 << 44
+    )
+    gpu_memory_utilization: float = _setting(
+        0.9, "Share of a GPU's memory the engine may fill.", low=0.05, high=1.0
+    )
+    max_num_seqs: int = _setting(64, "Sequences in one engine step.", low=1, high=65536)
+    max_num_batched_tokens: int = _setting(
+        512, "Tokens in one engine step.", unit="tokens", low=1, high=1 << 24
+    )
+    max_model_len: int | None = _setting(
+        None, "Prompt + generated tokens; unset: the model's own limit.", unit="tokens", low=2,
+        high=1 << 27,
+    )  # fmt: skip
+    prefix_caching: bool = _setting(True, "Share the KV blocks of equal prompt beginnings.")
+    threads: int | None = _setting(
+        None, "CPU threads of the engine; unset: PyTorch's choice.", low=1, high=4096
+    )
+    lease_s: float = _setting(
+        30.0, "A worker silent this long loses its jobs.", unit="seconds", low=1, high=3600
+    )
+    beat_s: float = _setting(
+        5.0, "How often a worker extends its lease; at most a third of it.", unit="seconds",
+        low=0.05, high=1200,
+    )  # fmt: skip
+    stall_s: float = _setting(
+        60.0, "An engine with work and no finished step for this long is replaced.",
+        unit="seconds", low=1, high=86_400,
+    )  # fmt: skip
+    ledger_window_ms: int = _setting(
+        20, "Longest wait for more rows before a worker commits.", unit="milliseconds",
+        low=0, high=1000,
+    )  # fmt: skip
+    ledger_rows: int = _setting(256, "Most rows in one of a worker's commits.", low=1, high=4096)
+    runway: int = _setting(64, "Job ids waiting in Redis for each model.", low=1, high=10_000)
+    sweep_s: float = _setting(
+        0.5, "Pause between two rounds of the sweeper.", unit="seconds", low=0.05, high=60
+    )
+    republish_s: float = _setting(
+        5.0, "A published job still queued after this long, while its queue is nearly empty, is "
+        "published again.", unit="seconds", low=0.5, high=3600,
+    )  # fmt: skip
+    drain_grace_s: float = _setting(
+        30.0, "After SIGTERM a worker finishes jobs for this long, then hands the rest back.",
+        unit="seconds", low=0, high=86_400,
+    )  # fmt: skip
+    max_attempts: int = _setting(5, "Claims of one job before it fails.", low=1, high=100)
+    max_crashes: int = _setting(
+        3, "Engine crashes with one job before it is failed as poisoned.", low=1, high=100
+    )
+    max_body_bytes: int = _setting(
+        4 << 20, "Largest HTTP body accepted.", unit="bytes", low=1 << 10, high=1 << 30
+    )
+    max_job_bytes: int = _setting(
+        1 << 20, "Largest job in it.", unit="bytes", low=1 << 10, high=1 << 30
+    )
+    max_jobs_per_call: int = _setting(1000, "Most jobs in one submission.", low=1, high=100_000)
+    idempotency_ttl_s: float = _setting(
+        86_400.0, "How long an Idempotency-Key is remembered.", unit="seconds", low=1,
+        high=31_536_000,
+    )  # fmt: skip
+    database_pool: int = _setting(5, "Database connections of one process.", low=1, high=1000)
+    key_prefix: str = _setting(
+        "tokenmill:", "Before every Redis key and channel; deployments that share a Redis differ."
+    )
+    log_level: str = _setting(
+        "info", "Least severe line logged.", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check(each, getattr(self, each.name))
+        if self.beat_s > self.lease_s / 3:
+            raise SettingsError(
+                "TOKENMILL_BEAT_S",
+                f"must be at most a third of TOKENMILL_LEASE_S ({self.lease_s:g}), "
+                f"got {self.beat_s:g}",
+            )
+        names = [model.name for model in self.models]
+        for name in names:
+            if not _MODEL_NAME.fullmatch(name) or ".." in name:
+                raise SettingsError(
+                    "TOKENMILL_MODELS",
+                    f"names must be 1 to 128 letters, digits and . _ / -, got {name!r}",
+                )
+        if not names or len(set(names)) != len(names):
+            raise SettingsError("TOKENMILL_MODELS", f"must list different models, got {names}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Settings of this environment; an unset or empty variable means the default.
+
+        Raises SettingsError on a bad value. See unknown_variables for names nobody reads.
+        """
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            if text := environ.get(variable(each.name), "").strip():
+                values[each.name] = _read(each, text)
+        folder = Path(values.get("data_dir", ".tokenmill"))
+        values.setdefault("database_url", f"sqlite:///{folder / 'tokenmill.db'}")
+        names = environ.get("TOKENMILL_MODELS", "").strip() or "smollm2-135m-instruct"
+        values["models"] = _models(names, folder)
+        return cls(**values)
+
+    def model(self, name: str) -> ModelEntry | None:
+        """The entry of that name, None when this deployment does not serve it."""
+        return next((model for model in self.models if model.name == name), None)
+
+
+def variable(field_name: str) -> str:
+    """The environment variable behind a field of Settings."""
+    if field_name in ("database_url", "redis_url"):
+        return field_name.upper()
+    return f"TOKENMILL_{field_name.upper()}"
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """TOKENMILL_ variables that are no setting: misspelt, most likely.
+
+    Reported, not refused: Kubernetes injects TOKENMILL_SERVICE_HOST and kin by itself.
+    """
+    known = {variable(each.name) for each in fields(Settings)}
+    return sorted(name for name in environ if name.startswith("TOKENMILL_") and name not in known)
+
+
+def _models(text: str, data_dir: Path) -> tuple[ModelEntry, ...]:
+    entries = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, path = (piece.strip() for piece in part.partition("="))
+        entries.append(ModelEntry(name=name, path=path or str(data_dir / "models" / name)))
+    return tuple(entries)
+
+
+def _read(setting: Field[Any], text: str) -> Any:
+    name = variable(setting.name)
+    if setting.type in (str, tuple[ModelEntry, ...]):
+        return text
+    if setting.type is bool:
+        if text.lower() not in _TRUE + _FALSE:
+            raise SettingsError(name, f"must be true or false, got {text!r}")
+        return text.lower() in _TRUE
+    number = _SIZE.fullmatch(text)
+    if setting.metadata["unit"] == "bytes":
+        if number is None:
+            raise SettingsError(name, f"is not a number of bytes: {text!r}")
+        return int(number[1]) * _SIZES[(number[2] or "").lower()]
+    kind = float if setting.type is float else int
+    try:
+        return kind(text)
+    except ValueError:
+        unit = setting.metadata["unit"]
+        expected = f"a number of {unit}" if unit else "a number"
+        raise SettingsError(name, f"is not {expected}: {text!r}") from None
+
+
+def _check(setting: Field[Any], value: Any) -> None:
+    name, limits = variable(setting.name), setting.metadata
+    if setting.name == "database_url":
+        if not re.match(r"(sqlite|postgres|postgresql)(\+[a-z0-9]+)?://", value):
+            # the value may hold a password: say what is wrong without repeating it
+            raise SettingsError(name, "must start with sqlite:/// or postgresql://")
+    elif setting.name == "redis_url":
+        scheme = urlsplit(value).scheme
+        if scheme not in ("redis", "rediss", "unix", "redis+socket"):
+            raise SettingsError(name, "must start with redis://, rediss:// or unix://")
+    elif limits["choices"] is not None and value not in limits["choices"]:
+        raise SettingsError(name, f"must be one of {', '.join(limits['choices'])}, got {value!r}")
+    elif setting.name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise SettingsError(name, f"must be auto, cpu, cuda or cuda:N, got {value!r}")
+    elif limits["low"] is not None and value is not None:
+        low, high = limits["low"], limits["high"]
+        within = low <= value <= high  # NaN is not
+        if not within:
+            raise SettingsError(name, f"must be in [{low:g}, {high:g}], got {value:g}")

@@ -1,0 +1,273 @@
+"""What clients do with jobs: submit, look, cancel. One statement decides, its WHERE is the guard.
+
+Every function takes an open connection and `now`, seconds by the database's clock.
+
+StoreError
+├── IdempotencyConflict
+└── UnknownCursor
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import (
+    Connection,
+    func,
+    insert,
+    literal_column,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from jobs.lifecycle import NEXT, JobState
+from jobs.models import QUEUE_ORDER, QUEUED, idempotency_keys, jobs, workers
+from jobs.records import (
+    RECORD_COLUMNS,
+    JobRecord,
+    NewJob,
+    WorkerInfo,
+    WorkerRecord,
+    new_job_id,
+)
+from jobs.rows import decode, encode
+
+__all__ = [
+    "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "Throughput",
+    "UnknownCursor", "WorkerInfo", "WorkerRecord", "cancel", "counts", "get", "list_jobs",
+    "live_workers", "new_job_id", "queue_positions", "submit", "throughput",
+]  # fmt: skip
+
+MAX_POSITION = 10_000  # further back than this a position is not counted
+_CHUNK = 500  # ids in one IN list: below every database's limit on variables
+_RECORD = tuple(jobs.c[name] for name in RECORD_COLUMNS)
+
+
+class StoreError(Exception):
+    """A submission or question the store cannot answer as asked."""
+
+
+class IdempotencyConflict(StoreError):
+    """The key was used before with another body."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"Idempotency-Key {key!r} was used before with a different body")
+        self.key = key
+
+
+class UnknownCursor(StoreError):
+    """`after` names no job."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__(f"no job {after!r} to list after")
+        self.after = after
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    records: tuple[JobRecord, ...]  # in the order submitted
+    replayed: bool  # the jobs of an earlier submission with the same key
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Jobs of one model that succeeded lately."""
+
+    num_jobs: int
+    completion_tokens: int
+    span_s: float  # from the first of them to now
+    mean_run_s: float  # start to end
+
+
+def submit(
+    connection: Connection,
+    new_jobs: Sequence[NewJob],
+    *,
+    now: float,
+    key: str | None = None,
+    body_sha256: bytes | None = None,
+    ttl_s: float = 86_400.0,
+) -> Submitted:
+    """Accept all of them or none. A key still remembered gives back the jobs of its first use.
+
+    Raises IdempotencyConflict when that first use had another body.
+    """
+    if key is not None:
+        assert body_sha256 is not None
+        assert len(body_sha256) == hashlib.sha256().digest_size
+        earlier = _take_key(connection, key, body_sha256, new_jobs, now=now, ttl_s=ttl_s)
+        if earlier is not None:
+            found = {record.id: record for record in _get_many(connection, earlier)}
+            return Submitted(tuple(found[i] for i in earlier if i in found), replayed=True)
+    # a microsecond apart: jobs of one submission keep their order in the queue and in lists
+    records = tuple(job.accepted(now + i * 1e-6) for i, job in enumerate(new_jobs))
+    if records:
+        connection.execute(insert(jobs), [record.row() for record in records])
+    return Submitted(records, replayed=False)
+
+
+def get(connection: Connection, job_id: str) -> JobRecord | None:
+    row = connection.execute(select(*_RECORD).where(jobs.c.id == job_id)).one_or_none()
+    return None if row is None else JobRecord.of(row)
+
+
+def list_jobs(
+    connection: Connection,
+    *,
+    status: JobState | None = None,
+    model: str | None = None,
+    batch_id: str | None = None,
+    custom_id: str | None = None,
+    limit: int,
+    after: str | None = None,
+) -> list[JobRecord]:
+    """Newest first, from behind the job `after`. Raises UnknownCursor."""
+    query = select(*_RECORD).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
+    if status is not None:
+        # a constant, so that the partial indexes on queued and running jobs apply
+        query = query.where(jobs.c.state == literal_column(f"'{JobState(status)}'"))
+    for name, value in (("model", model), ("batch_id", batch_id), ("custom_id", custom_id)):
+        if value is not None:
+            query = query.where(jobs.c[name] == value)
+    if after is not None:
+        last = connection.execute(
+            select(jobs.c.created_at, jobs.c.id).where(jobs.c.id == after)
+        ).one_or_none()
+        if last is None:
+            raise UnknownCursor(after)
+        query = query.where(tuple_(jobs.c.created_at, jobs.c.id) < tuple_(*last))
+    return [JobRecord.of(row) for row in connection.execute(query)]
+
+
+def cancel(connection: Connection, job_id: str, *, now: float) -> JobRecord | None:
+    """Cancel it if it has not ended; its record either way, None if there is no such job.
+
+    A running job's worker is fenced out at once and hears of it at its next beat or by a hint.
+    """
+    row = connection.execute(
+        update(jobs)
+        .where(jobs.c.id == job_id, jobs.c.state.in_(_before(JobState.CANCELLED)))
+        .values(state=JobState.CANCELLED, fence=jobs.c.fence + 1, finished_at=now, checkpoint=None)
+        .returning(*_RECORD)
+    ).one_or_none()
+    return get(connection, job_id) if row is None else JobRecord.of(row)
+
+
+def queue_positions(connection: Connection, ids: Sequence[str]) -> dict[str, int]:
+    """1 for the next job of its model to be published, and so on; only queued jobs not further
+    back than MAX_POSITION have one."""
+    ahead = jobs.alias("ahead")
+    order = tuple_(*(ahead.c[each.name] for each in QUEUE_ORDER))
+    in_front = (
+        select(literal_column("1"))
+        .select_from(ahead)
+        .where(
+            ahead.c.model == jobs.c.model,
+            ahead.c.state == literal_column("'queued'"),
+            order < tuple_(*QUEUE_ORDER),
+        )
+        .limit(MAX_POSITION)
+        .correlate(jobs)
+        .subquery()
+    )
+    position = select(func.count()).select_from(in_front).scalar_subquery() + 1
+    found: dict[str, int] = {}
+    for chunk in _chunks(list(ids)):
+        query = select(jobs.c.id, position).where(jobs.c.id.in_(chunk), QUEUED)
+        found.update((id_, place) for id_, place in connection.execute(query))
+    return {id_: place for id_, place in found.items() if place <= MAX_POSITION}
+
+
+def counts(connection: Connection) -> dict[tuple[str, JobState], int]:
+    """How many jobs of each model are in each state."""
+    query = select(jobs.c.model, jobs.c.state, func.count()).group_by(jobs.c.model, jobs.c.state)
+    return {(model, JobState(state)): n for model, state, n in connection.execute(query)}
+
+
+def live_workers(connection: Connection, now: float) -> list[WorkerRecord]:
+    """Workers whose lease has not run out, the oldest first."""
+    query = select(workers).where(workers.c.lease_until > now).order_by(workers.c.started_at)
+    return [
+        WorkerRecord(**{**row._mapping, "stats": decode(row.stats)})
+        for row in connection.execute(query)
+    ]
+
+
+def throughput(
+    connection: Connection, model: str, *, now: float, window_s: float = 120.0
+) -> Throughput | None:
+    """What the last `window_s` seconds brought; None when nothing ended in them."""
+    num_jobs, tokens, first, mean_run_s = connection.execute(
+        select(
+            func.count(),
+            func.sum(jobs.c.completion_tokens),
+            func.min(jobs.c.finished_at),
+            func.avg(jobs.c.finished_at - jobs.c.started_at),
+        ).where(
+            jobs.c.state == literal_column("'succeeded'"),
+            jobs.c.model == model,
+            jobs.c.finished_at > now - window_s,
+        )
+    ).one()
+    if not num_jobs:
+        return None
+    return Throughput(num_jobs, int(tokens), max(0.0, now - first), float(mean_run_s or 0.0))
+
+
+def _take_key(
+    connection: Connection,
+    key: str,
+    body_sha256: bytes,
+    new_jobs: Sequence[NewJob],
+    *,
+    now: float,
+    ttl_s: float,
+) -> list[str] | None:
+    """None when the key is ours to use now, else the job ids of its first use."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(idempotency_keys).values(
+        key=key,
+        body_sha256=body_sha256,
+        job_ids=encode([job.id for job in new_jobs]),
+        created_at=now,
+    )
+    # a twin that has not committed yet makes this statement wait for it, on both databases
+    taken = connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=[idempotency_keys.c.key],
+            set_={
+                name: statement.excluded[name] for name in ("body_sha256", "job_ids", "created_at")
+            },
+            where=idempotency_keys.c.created_at <= now - ttl_s,
+        ).returning(idempotency_keys.c.key)
+    ).one_or_none()
+    if taken is not None:
+        return None
+    row = connection.execute(
+        select(idempotency_keys.c.body_sha256, idempotency_keys.c.job_ids).where(
+            idempotency_keys.c.key == key
+        )
+    ).one()
+    if row.body_sha256 != body_sha256:
+        raise IdempotencyConflict(key)
+    ids: list[str] = decode(row.job_ids)
+    return ids
+
+
+def _get_many(connection: Connection, ids: Sequence[str]) -> list[JobRecord]:
+    return [
+        JobRecord.of(row)
+        for chunk in _chunks(ids)
+        for row in connection.execute(select(*_RECORD).where(jobs.c.id.in_(chunk)))
+    ]
+
+
+def _chunks(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
+
+
+def _before(state: JobState) -> list[str]:
+    """The states a job may come from."""
+    return [str(old) for old, following in NEXT.items() if state in following]

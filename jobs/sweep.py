@@ -1,0 +1,115 @@
+"""What the sweeper does with jobs: rescue, expire, publish, purge. Any number may run at once.
+
+Every function takes an open connection and `now`, seconds by the database's clock. Rows another
+sweeper has locked are passed over (PostgreSQL); on SQLite writers take turns.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, Select, delete, exists, select, update
+
+from jobs.claims import ending
+from jobs.lifecycle import ErrorCode, JobState, error_object
+from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
+from jobs.rows import encode
+
+ROUND = 1000  # most rows one call touches: transactions stay short, the next call goes on
+FORGET_WORKER_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """A job taken from a worker whose lease ran out."""
+
+    id: str
+    model: str
+    state: JobState  # queued, or failed at its last attempt
+
+
+def reap(connection: Connection, now: float) -> list[Reaped]:
+    """Take jobs from workers silent or unknown: queued again, or failed at their last attempt."""
+    alive = exists().where(workers.c.id == jobs.c.worker_id, workers.c.lease_until > now)
+    spent = jobs.c.attempt >= jobs.c.max_attempts
+    rows = connection.execute(
+        update(jobs)
+        .where(jobs.c.id.in_(_free(select(jobs.c.id).where(RUNNING, ~alive))), RUNNING)
+        .values(
+            fence=jobs.c.fence + 1,
+            worker_id=None,
+            published_at=None,
+            started_at=None,
+            **ending(
+                (spent, ErrorCode.MAX_ATTEMPTS, "the last attempt ended with its worker"), now=now
+            ),
+        )
+        .returning(jobs.c.id, jobs.c.model, jobs.c.state)
+    )
+    return [Reaped(id_, model, JobState(state)) for id_, model, state in rows]
+
+
+def expire(connection: Connection, now: float) -> list[str]:
+    """End queued jobs whose deadline has passed; their ids."""
+    late = select(jobs.c.id).where(QUEUED, jobs.c.deadline_at <= now)
+    error = error_object(
+        ErrorCode.DEADLINE_EXCEEDED, "the deadline passed before the job was started"
+    )
+    return list(
+        connection.scalars(
+            update(jobs)
+            .where(jobs.c.id.in_(_free(late)), QUEUED)
+            .values(
+                state=JobState.EXPIRED,
+                fence=jobs.c.fence + 1,
+                finished_at=now,
+                finish_reason="deadline",
+                error=encode(error),
+                checkpoint=None,
+            )
+            .returning(jobs.c.id)
+        )
+    )
+
+
+def publishable(connection: Connection, model: str, *, limit: int, now: float) -> list[str]:
+    """The best jobs not on the runway yet, best first, marked as published by this statement."""
+    waiting = select(jobs.c.id).where(jobs.c.model == model, QUEUED, jobs.c.published_at.is_(None))
+    return _publish(connection, waiting, limit=limit, now=now)
+
+
+def republish(
+    connection: Connection, model: str, *, limit: int, now: float, older_than_s: float
+) -> list[str]:
+    """Jobs published so long ago and still queued, best first: while the runway is nearly empty,
+    their messages must have been lost."""
+    lost = select(jobs.c.id).where(
+        jobs.c.model == model, QUEUED, jobs.c.published_at <= now - older_than_s
+    )
+    return _publish(connection, lost, limit=limit, now=now)
+
+
+def purge(connection: Connection, *, now: float, idempotency_ttl_s: float) -> None:
+    """Forget old idempotency keys, and workers long gone that hold nothing."""
+    connection.execute(
+        delete(idempotency_keys).where(idempotency_keys.c.created_at <= now - idempotency_ttl_s)
+    )
+    holds = exists().where(jobs.c.worker_id == workers.c.id, RUNNING)
+    connection.execute(
+        delete(workers).where(workers.c.lease_until <= now - FORGET_WORKER_S, ~holds)
+    )
+
+
+def _publish(
+    connection: Connection, candidates: Select[str], *, limit: int, now: float
+) -> list[str]:
+    best = candidates.order_by(*QUEUE_ORDER).limit(limit).with_for_update(skip_locked=True)
+    rows = connection.execute(
+        update(jobs)
+        .where(jobs.c.id.in_(best), QUEUED)
+        .values(published_at=now)
+        .returning(*QUEUE_ORDER)
+    )
+    return [row.id for row in sorted(rows, key=tuple)]
+
+
+def _free(candidates: Select[str]) -> Select[str]:
+    return candidates.limit(ROUND).with_for_update(skip_locked=True, of=jobs)
