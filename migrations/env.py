@@ -14,8 +14,10 @@ def run(connection: Connection) -> None:
         context.run_migrations()
 
 
-if (given := context.config.attributes.get("connection")) is not None:
-    run(given)
+if (handed_over := context.config.attributes.get("connection")) is not None:
+    run(handed_over)
 else:
-    with Database(Settings.from_env().database_url, pool_size=1).begin() as connection:
+    database = Database(Settings.from_env().database_url, pool_size=1)
+    with database.begin() as connection:
         run(connection)
+    database.dispose()

@@ -1,0 +1,66 @@
+"""A fresh database for every test of the store, once on SQLite and once on PostgreSQL."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from jobs import claims, store
+from jobs.claims import ClaimedJob, Held
+from jobs.database import Database
+from jobs.store import JobRecord, NewJob, WorkerInfo
+
+MODEL = "tiny"
+NOW = 1_790_000_000.0
+
+
+def new_job(**values) -> NewJob:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}]}
+    return NewJob(**{"url": "/v1/chat/completions", "model": MODEL, "body": body} | values)
+
+
+@dataclass
+class Bench:
+    """The store with the clock in the test's hand: each call is one transaction at `now`."""
+
+    database: Database
+    now: float = NOW
+
+    def submit(self, *new_jobs: NewJob, **kwargs) -> list[JobRecord]:
+        with self.database.begin() as connection:
+            submitted = store.submit(connection, new_jobs, now=self.now, **kwargs)
+        return list(submitted.records)
+
+    def get(self, job_id: str) -> JobRecord:
+        with self.database.read() as connection:
+            record = store.get(connection, job_id)
+        assert record is not None
+        return record
+
+    def register(self, worker_id: str = "w1", lease_s: float = 30.0) -> None:
+        info = WorkerInfo(
+            id=worker_id, hostname="here", pid=7, model=MODEL,
+            max_num_seqs=8, kv_tokens=4096, max_model_len=512,
+        )  # fmt: skip
+        with self.database.begin() as connection:
+            claims.register_worker(connection, info, now=self.now, lease_s=lease_s)
+
+    def claim(self, *ids: str, worker_id: str = "w1") -> list[ClaimedJob]:
+        with self.database.begin() as connection:
+            return claims.claim(connection, ids, worker_id=worker_id, now=self.now)
+
+    def call(self, function, *args, **kwargs):
+        """`function(connection, …)` in one writing transaction."""
+        with self.database.begin() as connection:
+            return function(connection, *args, **kwargs)
+
+
+def held(job: ClaimedJob) -> Held:
+    return Held(job.id, job.fence)
+
+
+@pytest.fixture
+def bench(database_url) -> Iterator[Bench]:
+    database = Database(database_url)
+    yield Bench(database)
+    database.dispose()
