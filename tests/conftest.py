@@ -10,6 +10,8 @@ import psycopg
 import pytest
 import redis
 
+import migrations
+from cli.models import fetch
 from cli.servers import Postgres, Valkey
 from tests.tiny_llama import write_tiny_llama
 
@@ -42,7 +44,7 @@ def postgres_server() -> Iterator[Postgres]:
 @pytest.fixture(scope="session")
 def _migrated_sqlite(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("migrated") / "template.db"
-    migrate(f"sqlite:///{file}")
+    migrations.upgrade(f"sqlite:///{file}")
     return file
 
 
@@ -51,7 +53,7 @@ def _migrated_postgres(postgres_server: Postgres) -> str:
     name = "migrated"
     with _postgres(postgres_server) as connection:
         connection.execute(f'CREATE DATABASE "{name}"')
-    migrate(_with_database(postgres_server.url, name))
+    migrations.upgrade(_with_database(postgres_server.url, name))
     return name
 
 
@@ -89,16 +91,7 @@ def tiny_llama_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct in float32, fetched once per checkout."""
-    from cli.models import fetch
-
     return fetch("smollm2-135m-instruct", REPOSITORY / ".tokenmill")
-
-
-def migrate(url: str) -> None:
-    """Bring the database at `url` to the newest schema."""
-    from cli.migrate import upgrade
-
-    upgrade(url)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,55 @@
+# Every command sets up what it needs: a machine with Python 3.11 or newer and make is enough.
+
+# the first Python on the path that is new enough; or say which: make setup PYTHON=/usr/bin/python3.12
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& command -v "$$python" && break; done)
+# where pip takes torch from, when not from its usual index
+TORCH_INDEX ?=
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint up bench chaos clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(BIN)/installed  ## create .venv with all that Tokenmill needs (only when it has changed)
+
+demo: setup  ## run 48 prompts through the whole service and show answers and statistics
+	$(BIN)/tokenmill demo
+
+test: setup lint  ## check style, types and imports, then run all tests
+	$(BIN)/python -m pytest
+
+lint: setup  ## check style, types and imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+up: setup  ## run the service on http://127.0.0.1:8000 until Ctrl-C
+	$(BIN)/tokenmill up
+
+bench: setup  ## measure the engine alone and the whole service
+	$(BIN)/tokenmill models fetch smollm2-135m-instruct
+	$(BIN)/python bench/throughput.py --workload bench/workload.json --only W1,W2 --repeat 3 --json
+	$(BIN)/python bench/throughput.py --workload bench/workload.json --only W1 --repeat 3 \
+		--through service --json
+
+chaos: setup  ## kill processes and servers under load and count what was lost
+	$(BIN)/python -m pytest tests/chaos -v
+
+clean:  ## remove .venv and caches; models and databases in .tokenmill stay
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.tokenmill/*' -exec rm -rf {} +
+
+$(BIN)/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Tokenmill needs Python 3.11 or newer: none found" >&2; exit 1; }
+	@echo "installing Tokenmill into .venv: a few minutes the first time"
+	"$(PYTHON)" -m venv .venv
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url "$(TORCH_INDEX)" \
+		--constraint constraints.txt torch)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable ".[embedded,dev]"
+	@touch $@
