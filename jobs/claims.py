@@ -8,10 +8,10 @@ UnknownWorker
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from sqlalchemy import Connection, case, func, literal, null, or_, select, update
+from sqlalchemy import Connection, Row, case, func, literal, null, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
@@ -52,6 +52,9 @@ class ClaimedJob:
     checkpoint: Checkpoint | None  # of an earlier attempt, to go on from
     crash_count: int
     created_at: float
+
+
+_CLAIMED = tuple(jobs.c[each.name] for each in fields(ClaimedJob))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +143,17 @@ def claim(
             worker_id=worker_id,
             started_at=now,
         )
-        .returning(*(jobs.c[name] for name in ClaimedJob.__dataclass_fields__))
+        .returning(*_CLAIMED)
     )
-    return [
-        ClaimedJob(
-            **{
-                **row._mapping,
-                "body": decode(row.body),
-                "checkpoint": decode(row.checkpoint),
-            }
-        )
-        for row in rows
-    ]
+    return [_claimed(row) for row in rows]
+
+
+def claimed_by(connection: Connection, ids: Sequence[str], *, worker_id: str) -> list[ClaimedJob]:
+    """Those of `ids` the worker holds: what `claim` returned, if its commit was in after all."""
+    query = select(*_CLAIMED).where(
+        jobs.c.id.in_(dict.fromkeys(ids)), RUNNING, jobs.c.worker_id == worker_id
+    )
+    return [_claimed(row) for row in connection.execute(query)] if ids else []
 
 
 def insert_and_claim(
@@ -161,16 +163,24 @@ def insert_and_claim(
 
     A message that comes twice finds its row. A job the database refuses is logged and left out.
     """
+    insert_new(connection, new_jobs, now=now, published=True)
+    return claim(connection, [job.id for job in new_jobs], worker_id=worker_id, now=now)
+
+
+def insert_new(
+    connection: Connection, new_jobs: Sequence[NewJob], *, now: float, published: bool
+) -> None:
+    """Insert jobs not known yet; `published`: they need no place on the runway."""
     for job in {job.id: job for job in new_jobs}.values():
         try:
             row = job.accepted(now).row()
             with connection.begin_nested():
-                connection.execute(_insert_new(connection), row | {"published_at": now})
+                published_at = now if published else None
+                connection.execute(_insert_new(connection), row | {"published_at": published_at})
         except (DBAPIError, ValueError) as error:
             if transient(error):
                 raise
             logger.warning("job %s refused by the database: error=%s", job.id, _named(error))
-    return claim(connection, [job.id for job in new_jobs], worker_id=worker_id, now=now)
 
 
 def finish(connection: Connection, results: Sequence[JobResult], *, now: float) -> set[str]:
@@ -203,10 +213,29 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
         return _finish(connection, [failure], now)
 
 
+def ended_under(connection: Connection, held: Sequence[Held]) -> set[str]:
+    """Those that ended under this very fence: what `finish` returned, if its commit was in."""
+    rows = _held(connection, held)
+    query = select(jobs.c.id).where(
+        jobs.c.id == rows["id"],
+        jobs.c.fence == rows["fence"],
+        jobs.c.state.in_([str(state) for state in TERMINAL]),
+    )
+    return set(connection.scalars(query, rows.parameters)) if held else set()
+
+
 def release(
-    connection: Connection, held: Sequence[Held], *, now: float, crashed: bool, max_crashes: int
+    connection: Connection,
+    held: Sequence[Held],
+    *,
+    now: float,
+    crashed: bool,
+    max_crashes: int,
+    checkpoints: Mapping[str, Checkpoint] | None = None,
 ) -> dict[str, JobState]:
     """Hand back what is still held: queued again, fence + 1, to be published anew.
+
+    The next attempt goes on from its checkpoint, the one given here or that of the last beat.
 
     A hand-back in good order gives the attempt back too: a deployment that restarts often must not
     use up its jobs' attempts. With `crashed`, the engine process died with these jobs: at
@@ -215,6 +244,7 @@ def release(
     """
     if not held:
         return {}
+    _save(connection, held, checkpoints or {}, now=now)
     rows = _held(connection, held)
     values: dict[str, Any] = {
         "fence": jobs.c.fence + 1,
@@ -270,22 +300,7 @@ def beat(
         raise UnknownWorker(worker_id)
     if not held:
         return set()
-    saved = [
-        (each.id, each.fence, encode(checkpoints[each.id]))
-        for each in held
-        if each.id in checkpoints
-    ]
-    if saved:
-        rows = given(connection, {"id": str, "fence": int, "checkpoint": str}, saved)
-        connection.execute(
-            update(jobs)
-            .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
-            .values(
-                checkpoint=rows["checkpoint"],
-                first_token_at=func.coalesce(jobs.c.first_token_at, now),
-            ),
-            rows.parameters,
-        )
+    _save(connection, held, checkpoints, now=now)
     rows = _held(connection, held)
     ours = connection.scalars(
         select(jobs.c.id).where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING),
@@ -341,6 +356,37 @@ _RESULT: dict[str, type] = {
     "first_token_at": float,
     "finished_at": float,
 }
+
+
+def _claimed(row: Row[Any]) -> ClaimedJob:
+    values = dict(row._mapping)
+    return ClaimedJob(**{**values, "body": decode(row.body), "checkpoint": decode(row.checkpoint)})
+
+
+def _save(
+    connection: Connection,
+    held: Sequence[Held],
+    checkpoints: Mapping[str, Checkpoint],
+    *,
+    now: float,
+) -> None:
+    saved = [
+        (each.id, each.fence, encode(checkpoints[each.id]))
+        for each in held
+        if each.id in checkpoints
+    ]
+    if not saved:
+        return
+    rows = given(connection, {"id": str, "fence": int, "checkpoint": str}, saved)
+    connection.execute(
+        update(jobs)
+        .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
+        .values(
+            checkpoint=rows["checkpoint"],
+            first_token_at=func.coalesce(jobs.c.first_token_at, now),
+        ),
+        rows.parameters,
+    )
 
 
 def _finish(connection: Connection, results: Sequence[JobResult], now: float) -> set[str]:
