@@ -163,20 +163,17 @@ def insert_and_claim(
 
     A message that comes twice finds its row. A job the database refuses is logged and left out.
     """
-    insert_new(connection, new_jobs, now=now, published=True)
+    insert_new(connection, new_jobs, now=now)
     return claim(connection, [job.id for job in new_jobs], worker_id=worker_id, now=now)
 
 
-def insert_new(
-    connection: Connection, new_jobs: Sequence[NewJob], *, now: float, published: bool
-) -> None:
-    """Insert jobs not known yet; `published`: they need no place on the runway."""
+def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float) -> None:
+    """Insert jobs not known yet."""
     for job in {job.id: job for job in new_jobs}.values():
         try:
             row = job.accepted(now).row()
             with connection.begin_nested():
-                published_at = now if published else None
-                connection.execute(_insert_new(connection), row | {"published_at": published_at})
+                connection.execute(_insert_new(connection), row)
         except (DBAPIError, ValueError) as error:
             if transient(error):
                 raise

@@ -6,7 +6,7 @@ sweeper has locked are passed over (PostgreSQL); on SQLite writers take turns.
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, Select, delete, exists, select, update
+from sqlalchemy import Connection, Select, delete, exists, func, literal, select, update
 
 from jobs.claims import ending
 from jobs.lifecycle import ErrorCode, JobState, error_object
@@ -77,12 +77,23 @@ def publishable(connection: Connection, model: str, *, limit: int, now: float) -
 
 
 def republish(
-    connection: Connection, model: str, *, limit: int, now: float, older_than_s: float
+    connection: Connection,
+    model: str,
+    *,
+    limit: int,
+    now: float,
+    older_than_s: float,
+    nearly_empty: bool,
 ) -> list[str]:
-    """Jobs published so long ago and still queued, best first: while the runway is nearly empty,
-    their messages must have been lost."""
+    """Published jobs whose message must have been lost, best first, marked as published anew.
+
+    Messages leave the runway in the order they came: one is lost if another that came
+    `older_than_s` later has been claimed, or if the runway is nearly empty so long after.
+    """
+    claimed = select(func.max(jobs.c.published_at)).where(RUNNING, jobs.c.model == model)
+    reached = literal(now) if nearly_empty else claimed.scalar_subquery()
     lost = select(jobs.c.id).where(
-        jobs.c.model == model, QUEUED, jobs.c.published_at <= now - older_than_s
+        jobs.c.model == model, QUEUED, jobs.c.published_at <= reached - older_than_s
     )
     return _publish(connection, lost, limit=limit, now=now)
 
