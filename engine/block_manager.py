@@ -115,30 +115,30 @@ class BlockManager:
         shared = sum(self._ref_counts[block] > 1 for block in unwritten)
         return len(sequence.block_table) - shared
 
-    def num_blocks_to_write(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that `prepare` would take."""
-        table = sequence.block_table
-        first, end = self._written(sequence, num_tokens)
-        shared = sum(self._ref_counts[block] > 1 for block in table[first:end])
-        return max(0, end - len(table)) + shared
-
-    def prepare(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+    def prepare(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Make the slots of the next `num_tokens` tokens the sequence's own to write to.
 
-        Returns (source, destination) blocks whose memory must be copied before the step.
+        Returns (source, destination) blocks whose memory must be copied before the step; None, and
+        nothing is changed, when too few blocks are free.
         """
+        table = sequence.block_table
+        computed = sequence.num_computed_tokens
+        num_blocks = self.num_blocks_for(computed + num_tokens)
+        written = range(computed // self.block_size, min(num_blocks, len(table)))
+        shared = [index for index in written if self._ref_counts[table[index]] > 1]
+        if max(0, num_blocks - len(table)) + len(shared) > self.num_free_blocks:
+            return None
+        for index in written:
+            if self._ref_counts[table[index]] == 1:
+                self._unseal(table[index])
         copies = []
-        first, end = self._written(sequence, num_tokens)
-        for index in range(first, min(end, len(sequence.block_table))):
-            block = sequence.block_table[index]
-            if self._ref_counts[block] == 1:
-                self._unseal(block)
-                continue
+        for index in shared:
+            block = table[index]
             self._ref_counts[block] -= 1
-            sequence.block_table[index] = self._take()
-            if sequence.num_computed_tokens > index * self.block_size:
-                copies.append((block, sequence.block_table[index]))
-        self._grow(sequence, sequence.num_computed_tokens + num_tokens)
+            table[index] = self._take()
+            if computed > index * self.block_size:  # else nothing in it is kept
+                copies.append((block, table[index]))
+        self._grow(sequence, computed + num_tokens)
         return copies
 
     def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -179,15 +179,11 @@ class BlockManager:
             assert count == held[block], f"block {block}: {count} counted, {held[block]} held"
         free = [*self._blank, *self._cached]
         assert len(free) == len(set(free)), "a block is free twice"
-        assert set(free) == {b for b in range(self.num_blocks) if not held[b]}, "a block is lost"
+        assert len(free) + len(held) == self.num_blocks, "a block is lost"
+        assert held.keys().isdisjoint(free), "a block is free and held"
         assert all(block in self._seals for block in self._cached), "cached but not sealed"
         assert not any(block in self._seals for block in self._blank), "blank but sealed"
         assert self._blocks_by_key == {seal.key: block for block, seal in self._seals.items()}
-        for seal in self._seals.values():
-            key = block_key(
-                self._model_id, seal.salt, NO_ADAPTER, seal.previous_key, seal.token_ids
-            )
-            assert seal.key == key, "sealed under a key that is not its content's"
         for sequence in holders:
             self._check_holder(sequence)
 
@@ -203,11 +199,6 @@ class BlockManager:
             # a fork may know only part of a full block: it copies it before it writes on
             known = self._token_ids(sequence, index)
             assert seal.token_ids[: len(known)] == known, f"block {block} holds other tokens"
-
-    def _written(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """The range of block table entries in which the next `num_tokens` tokens lie."""
-        computed = sequence.num_computed_tokens
-        return computed // self.block_size, self.num_blocks_for(computed + num_tokens)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """The longest run of sealed blocks with the sequence's tokens, its last token left out."""

@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections import abc
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from engine.block_manager import BlockManager
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
@@ -210,10 +211,11 @@ class Scheduler:
             behind = len(self._running) - len(scheduled) - 1
             num_tokens = min(sequence.num_uncomputed_tokens, budget - behind)
             assert num_tokens > 0, f"{sequence} has nothing to compute: its last row gave no token"
-            if self._blocks.num_blocks_to_write(sequence, num_tokens) > self.num_free_blocks:
+            to_copy = self._blocks.prepare(sequence, num_tokens)
+            if to_copy is None:
                 self._preempt(self._running[-1])  # perhaps itself
                 continue
-            copies += self._blocks.prepare(sequence, num_tokens)
+            copies += to_copy
             scheduled.append(ScheduledSequence(sequence, num_tokens))
             budget -= num_tokens
         return StepPlan(tuple(scheduled), tuple(copies))
@@ -266,13 +268,15 @@ class Scheduler:
         held = [sequence for children in self._held.values() for sequence in children]
         unfinished = [sequence for group in self._requests.values() for sequence in group]
         placed = [*self._running, *self._waiting, *held]
-        assert sorted(map(_rank, placed)) == sorted(map(_rank, unfinished)), "misplaced sequence"
-        assert len(set(map(_rank, placed))) == len(placed), "a sequence in two places"
-        assert self._running == sorted(self._running, key=_rank), "running out of order"
-        assert self._waiting == sorted(self._waiting, key=_rank), "waiting out of order"
+        assert len(placed) == len(unfinished), "a sequence is lost or in two places"
+        assert set(placed) == set(unfinished), "a sequence is lost or in two places"
+        for queue in (self._running, self._waiting):
+            assert all(_rank(a) < _rank(b) for a, b in pairwise(queue)), "out of order"
         assert all(s.state is SequenceState.RUNNING for s in self._running)
-        assert all(s.state is SequenceState.WAITING for s in [*self._waiting, *held])
-        assert not any(s.block_table or s.num_computed_tokens for s in [*self._waiting, *held])
+        for sequence in (*self._waiting, *held):
+            assert sequence.state is SequenceState.WAITING, sequence
+            assert not sequence.block_table, sequence
+            assert not sequence.num_computed_tokens, sequence
         assert len(self._running) <= self._max_num_seqs
         assert self._num_blocks_wanted == sum(map(self._num_blocks_at_most, unfinished))
         self._blocks.check(self._running)

@@ -1,0 +1,272 @@
+"""Random requests against the scheduler, its block manager and a fake runner; every rule checked.
+
+After every step: the books balance, nobody reads another's K and V, every running sequence moves,
+whoever is let in goes in turn, and nobody has waited longer than all work ahead of it could take.
+At the end everything drains, in a bounded number of steps, to what each sequence would have
+generated alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine.sampling_params import SamplingParams
+from engine.scheduler import CapacityError, Scheduler, StepPlan
+from engine.sequence import FinishReason, Sequence, SequenceState
+from tests.simulation.world import EOS, VOCAB_SIZE, FakeRunner, expected_generation
+
+MAX_MODEL_LEN = 40
+DOCUMENTS = ([1, 2, 3, 1, 2, 3, 3, 2, 1, 2, 1, 1], [1, 2, 3, 1, 1, 1, 1, 1, 1, 1], [2, 2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    prompt: list[int]
+    max_tokens: int
+    cut_to_fit: bool  # else it may be more than the pool can ever hold
+    options: dict[str, Any]
+    priority: int
+    patience: int | None  # steps to its deadline
+    salt: bytes
+    num_resumed: int  # generated tokens it has from an earlier attempt
+
+
+requests = st.builds(
+    Request,
+    prompt=st.builds(
+        lambda document, cut, tail: (document[:cut] + tail) or [1],
+        st.sampled_from(DOCUMENTS),
+        st.integers(0, 12),
+        st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
+    ),
+    max_tokens=st.integers(1, 24),
+    cut_to_fit=st.sampled_from([True, True, True, False]),
+    options=st.fixed_dictionaries(
+        {
+            "n": st.sampled_from([1, 1, 2, 3]),
+            "min_tokens": st.sampled_from([0, 0, 0, 1]),
+            "ignore_eos": st.booleans(),
+            "stop_token_ids": st.sampled_from([(), (), (), (2,)]),
+        }
+    ),
+    priority=st.sampled_from([0, 0, 0, 1]),
+    patience=st.none() | st.none() | st.integers(0, 30),
+    salt=st.sampled_from([b"", b"", b"other tenant"]),
+    num_resumed=st.sampled_from([0, 0, 0, 2, 6]),
+)
+
+
+@dataclass(eq=False)
+class Expectation:
+    """What the machine knows of a sequence that the scheduler should get right."""
+
+    sequence: Sequence
+    generated: list[int]
+    finish_reason: FinishReason
+    deadline: float | None
+    patience: int  # steps it may at most take from now on
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(1, 12) | st.integers(1, 64),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 8),
+        max_num_batched_tokens=st.integers(1, 24),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, **limits):
+        self.scheduler = Scheduler(
+            max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}), model_id=b"m", **limits
+        )
+        self.limits = limits
+        self.capacity = min(MAX_MODEL_LEN, limits["num_blocks"] * limits["block_size"])
+        self.runner = FakeRunner(limits["num_blocks"], limits["block_size"])
+        self.live: dict[Sequence, Expectation] = {}
+        self.now = 0
+        self.num_requests = 0
+
+    @rule(requests=st.lists(requests, min_size=1, max_size=4))
+    def arrive(self, requests):
+        for request in requests:
+            self._arrive(request)
+        self.scheduler.check()
+
+    @precondition(lambda self: self.live)
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps):
+        for _ in range(num_steps):
+            self._step()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), kind=st.sampled_from(["abort", "abort in a step", "stop", "error"]))
+    def disturb(self, data, kind):
+        chosen = data.draw(st.sampled_from(list(self.live)))
+        if kind == "abort":
+            self._abort(chosen.request_id)
+        elif kind == "abort in a step":
+            self._step(meanwhile=lambda plan, sampled: self._abort(chosen.request_id))
+        elif kind == "stop":
+            self._finish(chosen, FinishReason.STOP)
+        else:
+            self._step(meanwhile=lambda plan, sampled: self._fail_last_row(plan, sampled))
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        work = sum(s.num_prompt_tokens + s.params.max_tokens for s in self.live)
+        for _ in range(2 * work + 1):
+            if not self.scheduler.unfinished:
+                break
+            self._step()
+        assert not self.scheduler.unfinished, f"{list(self.live)} did not finish"
+        assert not self.live
+        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.promised_tokens == 0
+
+    def _arrive(self, request: Request):
+        prompt = request.prompt
+        max_tokens = request.max_tokens
+        if request.cut_to_fit:
+            prompt = prompt[: self.capacity - 1] or prompt
+            max_tokens = max(1, min(max_tokens, self.capacity - len(prompt)))
+        params = SamplingParams(max_tokens=max_tokens, **request.options)
+        seed = self.num_requests % 3  # requests that differ in nothing else generate the same
+        outcomes = [
+            expected_generation(prompt, params, seed, index, request.salt)
+            for index in range(params.n)
+        ]
+        deadline = None if request.patience is None else self.now + request.patience
+        resumed = [ids[: request.num_resumed] for ids, _ in outcomes]
+        self.num_requests += 1
+
+        def add():
+            return self.scheduler.add(
+                f"request {self.num_requests}",
+                prompt,
+                params,
+                seed=seed,
+                priority=request.priority,
+                deadline=deadline,
+                generated=resumed if request.num_resumed else (),
+                cache_salt=request.salt,
+            )
+
+        needed = len(prompt) + max_tokens
+        if needed <= self.capacity:
+            self._expect(add(), outcomes, deadline)
+            return
+        with pytest.raises(CapacityError) as refused:
+            add()
+        assert refused.value.needed == needed
+        assert refused.value.needed > refused.value.available >= self.capacity
+
+    def _expect(self, sequences, outcomes, deadline):
+        """Whoever arrives can be held up by what is there, and by a later arrival ahead of it."""
+        work = sum(s.num_prompt_tokens + s.params.max_tokens for s in sequences)
+        priority = sequences[0].priority
+        for other in self.live.values():
+            if other.sequence.priority < priority:
+                other.patience += 2 * work
+        work += sum(s.num_prompt_tokens + s.params.max_tokens for s in self.live)
+        for sequence, (generated, finish_reason) in zip(sequences, outcomes, strict=True):
+            self.live[sequence] = Expectation(
+                sequence, generated, finish_reason, deadline, patience=2 * work + 1
+            )
+
+    def _step(self, meanwhile=None):
+        waited = {s for s in self.live if s.state is SequenceState.WAITING}
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check()
+        self._check_plan(plan, waited)
+        sampled = self.runner.run(plan)
+        if meanwhile is not None:
+            meanwhile(plan, sampled)
+        changed = self.scheduler.update(plan, sampled, self.now)
+        self.scheduler.check()
+        self._check_changed(changed)
+        self.now += 1
+        for expectation in self.live.values():
+            expectation.patience -= 1
+            assert expectation.patience >= 0, f"{expectation.sequence} starves"
+
+    def _check_plan(self, plan: StepPlan, waited: set[Sequence]):
+        assert plan.num_tokens <= self.limits["max_num_batched_tokens"]
+        assert len(plan.scheduled) <= self.limits["max_num_seqs"]
+        planned = [row.sequence for row in plan.scheduled]
+        running = [s for s in self.live if s.state is SequenceState.RUNNING]
+        assert set(planned) == set(running), "a running sequence stands still"
+        assert len(planned) == len(running)
+        assert all(row.num_scheduled_tokens > 0 for row in plan.scheduled)
+        waiting = [s for s in self.live if s.state is SequenceState.WAITING]
+        assert planned or not waiting, "nothing runs though something waits"
+        for sequence in waited & set(running):
+            assert sequence.num_cached_tokens <= sequence.num_prompt_tokens
+            ahead = [s for s in waiting if _goes_before(s, sequence)]
+            passed = [s for s in ahead if not self._is_held(s, waited)]
+            assert not passed, f"{sequence} was let in ahead of {passed}"
+
+    def _is_held(self, sequence: Sequence, waited: set[Sequence]) -> bool:
+        """It may be waiting for an earlier sample of its request to compute their prompt."""
+        return any(
+            s.request_id == sequence.request_id
+            and s.sample_index < sequence.sample_index
+            and (s in waited or s.num_computed_tokens < s.num_prompt_tokens)
+            for s in self.live
+        )
+
+    def _check_changed(self, changed: list[Sequence]):
+        assert len(set(changed)) == len(changed)
+        for sequence in changed:
+            expectation = self.live[sequence]
+            generated = sequence.generated_ids
+            assert generated == expectation.generated[: len(generated)]
+            if sequence.state is not SequenceState.FINISHED:
+                continue
+            if sequence.finish_reason is FinishReason.DEADLINE:
+                assert expectation.deadline is not None
+                assert expectation.deadline <= self.now
+            else:
+                assert sequence.finish_reason is expectation.finish_reason
+                assert generated == expectation.generated
+            del self.live[sequence]
+        for sequence, expectation in self.live.items():
+            assert sequence.state is not SequenceState.FINISHED, f"{sequence} ended unheard"
+            assert expectation.deadline is None or expectation.deadline > self.now, "overdue"
+
+    def _abort(self, request_id: str):
+        ended = self.scheduler.abort(request_id)
+        for sequence in ended:
+            assert sequence.finish_reason is FinishReason.ABORT
+            del self.live[sequence]
+        # what ended by itself a moment ago will be told by the next update
+        left = [s for s in self.live if s.request_id == request_id]
+        assert all(s.state is SequenceState.FINISHED for s in left)
+        self.scheduler.check()
+
+    def _fail_last_row(self, plan: StepPlan, sampled: list[int | None]):
+        for index, row in enumerate(plan.scheduled):
+            if row.samples and index == len(plan.scheduled) - 1:
+                sampled[index] = None
+                self._finish(row.sequence, FinishReason.ERROR)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason):
+        if sequence.state is SequenceState.FINISHED:
+            return
+        self.scheduler.finish(sequence, reason)
+        assert sequence.finish_reason is reason
+        assert not sequence.block_table
+        del self.live[sequence]
+        self.scheduler.check()
+
+
+def _goes_before(one: Sequence, other: Sequence) -> bool:
+    return (-one.priority, one.arrival, one.sample_index) < (
+        -other.priority,
+        other.arrival,
+        other.sample_index,
+    )
