@@ -18,8 +18,8 @@ from sqlalchemy.exc import DBAPIError
 from jobs.database import transient
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import QUEUED, RUNNING, jobs, workers
-from jobs.records import NewJob, WorkerInfo
-from jobs.rows import Given, decode, encode, given
+from jobs.records import NewJob, WorkerInfo, storable
+from jobs.rows import Given, decode, encode, given, picked
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def claim(
     )
     rows = connection.execute(
         update(jobs)
-        .where(jobs.c.id.in_(free), QUEUED)
+        .where(jobs.c.id.in_(picked(free)), QUEUED)
         .values(
             state=JobState.RUNNING,
             attempt=jobs.c.attempt + 1,
@@ -422,6 +422,9 @@ def _values(result: JobResult) -> tuple[Any, ...]:
     for name in ("output", "error"):
         values[name] = None if values[name] is None else encode(values[name])
     values["state"] = str(result.state)
+    if result.finish_reason is not None and not storable(result.finish_reason):
+        # a plain text column: PostgreSQL refuses it, SQLite would keep what is before it
+        raise ValueError("finish_reason holds U+0000 or a lone surrogate")
     return tuple(values.values())
 
 

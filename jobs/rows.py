@@ -14,6 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Double,
+    Select,
     Text,
     bindparam,
     column,
@@ -70,6 +71,16 @@ def given(
         .prefix_with("MATERIALIZED")
     )
     return Given({name: extracted.c[name] for name in columns}, {"given": json.dumps(rows)})
+
+
+def picked(candidates: Select[str]) -> Select[str]:
+    """Ids picked once, before the statement around them changes any row.
+
+    PostgreSQL may run a plain subquery with LIMIT once for every row it joins with: each run finds
+    other rows to take, and the limit holds for none.
+    """
+    cte = candidates.cte("picked").prefix_with("MATERIALIZED")
+    return select(cte.c.id)
 
 
 def encode(value: object) -> str:

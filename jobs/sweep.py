@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, delete, exists, func, literal, select
 from jobs.claims import ending
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
-from jobs.rows import encode
+from jobs.rows import encode, picked
 
 ROUND = 1000  # most rows one call touches: transactions stay short, the next call goes on
 FORGET_WORKER_S = 3600.0
@@ -115,7 +115,7 @@ def _publish(
     best = candidates.order_by(*QUEUE_ORDER).limit(limit).with_for_update(skip_locked=True)
     rows = connection.execute(
         update(jobs)
-        .where(jobs.c.id.in_(best), QUEUED)
+        .where(jobs.c.id.in_(picked(best)), QUEUED)
         .values(published_at=now)
         .returning(*QUEUE_ORDER)
     )
@@ -123,4 +123,4 @@ def _publish(
 
 
 def _free(candidates: Select[str]) -> Select[str]:
-    return candidates.limit(ROUND).with_for_update(skip_locked=True, of=jobs)
+    return picked(candidates.limit(ROUND).with_for_update(skip_locked=True, of=jobs))
