@@ -1,0 +1,1 @@
+"""Decoders: what a family's config.json means, and its forward pass."""

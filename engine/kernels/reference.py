@@ -1,0 +1,156 @@
+"""Every kernel in plain PyTorch: what the fast ones are tested against, and the way that always works.
+
+Half-precision inputs are computed in float32 and rounded once, at the end.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def paged_attention(
+    query: Tensor,  # [T, H, D] the step's tokens, all sequences end to end
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] keys at 0, values at 1
+    block_tables: Tensor,  # [N, max_blocks], right-padded with anything
+    cu_query_lens: Tensor,  # [N + 1], sequence n's tokens are query[cu[n]:cu[n + 1]]
+    seq_lens: Tensor,  # [N] tokens in the cache, this step's included
+    *,
+    scale: float,
+    sliding_window: int | None = None,  # a token sees itself and the window - 1 tokens before it
+) -> Tensor:  # [T, H, D]
+    """Causal attention of each query token over its own sequence's cached keys and values.
+
+    A sequence's query tokens are its last ones, so prefill, a chunk of prefill and decode are one
+    case: the query length is the prompt's, a part of it, or 1. Slots past a sequence's length are
+    never read: a stale NaN in them cannot leak.
+
+    Source: Kwon et al. 2023 (PagedAttention), section 4.1.
+    """
+    num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
+    out = torch.empty_like(query)
+    starts, lengths = cu_query_lens.tolist(), seq_lens.tolist()
+    if not lengths:
+        return out
+    # one row per (block, head, key or value): a gather of rows writes [H_kv, 2, length, D] in one
+    # pass, into memory that every sequence reuses; fresh memory would cost more in page faults
+    rows = kv_cache.view(-1, block_size * kv_cache.shape[4])
+    lanes = torch.arange(num_kv_heads * 2, device=query.device).unsqueeze(1)
+    scratch = rows.new_empty((num_kv_heads * 2 * -(-max(lengths) // block_size), rows.shape[1]))
+    for n, seq_len in enumerate(lengths):
+        chunk = slice(starts[n], starts[n + 1])
+        query_len = chunk.stop - chunk.start
+        first = 0
+        if sliding_window is not None:
+            first = max(0, seq_len - query_len + 1 - sliding_window)
+        first_block = first // block_size
+        blocks = block_tables[n, first_block : -(-seq_len // block_size)].long()
+        index = (blocks * (num_kv_heads * 2) + lanes).flatten()
+        gathered = torch.index_select(rows, 0, index, out=scratch[: index.numel()])
+        held = gathered.view(num_kv_heads, 2, -1, kv_cache.shape[4])
+        origin = first_block * block_size  # the position of held[..., 0, :]
+        held = held[:, :, first - origin : seq_len - origin]
+        out[chunk] = _attend(query[chunk], held, first, scale, sliding_window)
+    return out
+
+
+def _attend(
+    query: Tensor,  # [query_len, H, D] the last tokens of the sequence
+    held: Tensor,  # [H_kv, 2, held_len, D] keys and values from position `first` to the end
+    first: int,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:  # [query_len, H, D]
+    query_len, num_heads, head_dim = query.shape
+    keys, values = held.float().unsqueeze(0).unbind(2)
+    if query_len == 1:
+        # heads that share keys become the rows of one query; everything held is visible
+        packed = query.float().view(1, held.shape[0], -1, head_dim)
+        attended = F.scaled_dot_product_attention(packed, keys, values, scale=scale)
+        return attended.view(1, num_heads, head_dim).to(query.dtype)
+    end = first + held.shape[2]
+    query_at = torch.arange(end - query_len, end, device=query.device).unsqueeze(1)
+    key_at = torch.arange(first, end, device=query.device)
+    visible = key_at <= query_at
+    if sliding_window is not None:
+        visible &= key_at > query_at - sliding_window
+    attended = F.scaled_dot_product_attention(
+        query.float().transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=visible,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return attended.squeeze(0).transpose(0, 1).to(query.dtype)
+
+
+def store_kv(
+    key: Tensor,  # [T, H_kv, D]
+    value: Tensor,  # [T, H_kv, D]
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed
+    slot_mapping: Tensor,  # [T] int64, block × block_size + place in the block; no slot twice
+) -> None:
+    """Write each token's key and value into its slot."""
+    block_size = kv_cache.shape[3]
+    block, place = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[block, :, 0, place] = key
+    kv_cache[block, :, 1, place] = value
+
+
+def copy_blocks(
+    kv_cache: Tensor,  # [num_blocks, …], changed
+    sources: Tensor,  # [M] int64
+    destinations: Tensor,  # [M] int64, no block twice
+) -> None:
+    """Copy whole blocks; all sources are read before any destination is written."""
+    kv_cache[destinations] = kv_cache[sources]
+
+
+def rms_norm(
+    x: Tensor,  # [..., D]
+    weight: Tensor,  # [D]
+    eps: float,
+) -> Tensor:  # [..., D]
+    """x / sqrt(mean(x²) + eps) × weight, over the last dimension.
+
+    Source: Zhang and Sennrich 2019, equation 4.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor,  # [T, D]
+    residual: Tensor,  # [T, D], changed: x is added to it
+    weight: Tensor,  # [D]
+    eps: float,
+) -> Tensor:  # [T, D]
+    """Add x to the residual stream, in place, and return the stream's norm."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def rotary(
+    query: Tensor,  # [T, H, D], changed
+    key: Tensor,  # [T, H_kv, D], changed
+    cos: Tensor,  # [T, D // 2] float32
+    sin: Tensor,  # [T, D // 2] float32
+) -> None:
+    """Turn each pair (x[i], x[i + D // 2]) by its token's i-th angle, in place.
+
+    Source: Su et al. 2021 (RoFormer), in the half-split order of Hugging Face checkpoints.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    for x in (query, key):
+        low, high = x.float().chunk(2, dim=-1)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        x.copy_(turned)
+
+
+def silu_mul(
+    gate_up: Tensor,  # [T, 2 × D] gate, then up
+) -> Tensor:  # [T, D]
+    """silu(gate) × up: the gated half of a SwiGLU layer (Shazeer 2020)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)

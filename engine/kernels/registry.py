@@ -1,0 +1,64 @@
+"""Which implementation of each operation a device uses. Decided once, when a model is loaded.
+
+The reference is always there. A provider replaces the operations it does better on its device:
+
+    PROVIDERS["cuda"].append(lambda kernels: replace(kernels, rms_norm=triton_rms_norm))
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """One implementation of each operation; shapes and meaning are those of `reference`."""
+
+    paged_attention: PagedAttention
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    silu_mul: Callable[[Tensor], Tensor]
+
+
+REFERENCE = Kernels(
+    paged_attention=reference.paged_attention,
+    store_kv=reference.store_kv,
+    copy_blocks=reference.copy_blocks,
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    rotary=reference.rotary,
+    silu_mul=reference.silu_mul,
+)
+
+# device type -> providers, applied in order; one that cannot run here returns what it was given
+PROVIDERS: dict[str, list[Callable[[Kernels], Kernels]]] = {"cpu": [], "cuda": []}
+
+
+def select_kernels(device: torch.device) -> Kernels:
+    """The best implementation of each operation for a device."""
+    kernels = REFERENCE
+    for provide in PROVIDERS.get(device.type, []):
+        kernels = provide(kernels)
+    return kernels

@@ -1,0 +1,63 @@
+"""The pool of KV blocks: its memory and its size. Who holds which block is the BlockManager's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.memory import allocate
+from engine.kernels.registry import Kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheShape:
+    """What one block of a model's cache is made of."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        values = self.num_layers * self.num_kv_heads * 2 * self.block_size * self.head_dim
+        return values * self.dtype.itemsize
+
+    def num_blocks(self, num_bytes: int) -> int:
+        """Blocks that fit. Raises ValueError when not even one does."""
+        if num_bytes < self.block_bytes:
+            raise ValueError(
+                f"the KV cache needs at least {self.block_bytes} bytes for one block of "
+                f"{self.block_size} tokens, got {num_bytes}"
+            )
+        return num_bytes // self.block_bytes
+
+
+class KVCache:
+    """Keys and values of every layer, [num_blocks, H_kv, 2, block_size, D] each.
+
+    One head's keys and values lie side by side and a block is contiguous: on a CPU a random block
+    is then read 1.7-2 times faster than with the heads or the layers innermost.
+    """
+
+    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+        assert num_blocks >= 1
+        self.shape = shape
+        self.num_blocks = num_blocks
+        layer = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        # zeroed, so that even a slot read by mistake holds a number
+        self.layers: list[Tensor] = [
+            allocate(layer, shape.dtype, device) for _ in range(shape.num_layers)
+        ]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], kernels: Kernels) -> None:
+        """Copy (source, destination) blocks in every layer; all sources are read first."""
+        if not copies:
+            return
+        device = self.layers[0].device
+        sources, destinations = torch.tensor(copies, dtype=torch.int64, device=device).unbind(1)
+        for layer in self.layers:
+            kernels.copy_blocks(layer, sources, destinations)

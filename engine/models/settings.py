@@ -1,0 +1,191 @@
+"""What a Hugging Face config.json says about a decoder of the Llama family.
+
+Llama (SmolLM too), Mistral, Qwen2 and Qwen3 are settings of one decoder; the differences stand here
+and nowhere else. A setting that the decoder does not compute is refused by name, never ignored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.weights import MalformedCheckpointError, UnsupportedModelError
+
+FAMILY_OF = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSettings:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int  # tokens
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool  # of attention's output projection
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]  # of each layer; None: the whole sequence
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "DecoderSettings":
+        """Read a config.json. Raises UnsupportedModelError or MalformedCheckpointError."""
+        family = _family(config)
+        for name in ("quantization_config", "compression_config"):
+            if config.get(name):
+                raise UnsupportedModelError(f"{name} is not supported: {config[name]!r:.200}")
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise UnsupportedModelError(f"hidden_act must be silu, got {activation!r}")
+        num_layers = _count(config, "num_hidden_layers")
+        num_heads = _count(config, "num_attention_heads")
+        default_kv_heads = 8 if family == "mistral" else num_heads
+        num_kv_heads = _count(config, "num_key_value_heads", default_kv_heads, num_heads)
+        if num_heads % num_kv_heads:
+            raise MalformedCheckpointError(
+                f"num_attention_heads ({num_heads}) must be a multiple of "
+                f"num_key_value_heads ({num_kv_heads})"
+            )
+        hidden_size = _count(config, "hidden_size")
+        split = max(1, hidden_size // num_heads)
+        head_dim = _count(config, "head_dim", 128 if family == "qwen3" else split, split)
+        if head_dim % 2:
+            raise UnsupportedModelError(f"head_dim must be even, got {head_dim}")
+        attention_bias = family != "mistral" and _flag(config, "attention_bias")
+        return cls(
+            vocab_size=_count(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_count(config, "max_position_embeddings"),
+            rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+            rope_theta=_rope_theta(config),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            qkv_bias=attention_bias or family == "qwen2",
+            out_bias=attention_bias and family != "qwen2",
+            mlp_bias=family == "llama" and _flag(config, "mlp_bias"),
+            qk_norm=family == "qwen3",
+            sliding_windows=_sliding_windows(config, family, num_layers),
+        )
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise MalformedCheckpointError(f"architectures must name one class, got {architectures!r}")
+    family = FAMILY_OF.get(architectures[0]) if isinstance(architectures[0], str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"unknown architecture {architectures[0]!r}; known are {', '.join(FAMILY_OF)}"
+        )
+    if config.get("model_type", family) != family:
+        raise UnsupportedModelError(
+            f"model_type {config['model_type']!r} does not go with architecture "
+            f"{architectures[0]!r}"
+        )
+    return family
+
+
+def _sliding_windows(
+    config: Mapping[str, Any], family: str, num_layers: int
+) -> tuple[int | None, ...]:
+    """Mistral: one window for all layers. Qwen: a switch, and the layers it applies to."""
+    if family == "llama":
+        window = None
+    elif family == "mistral":
+        window = _window(config)
+    else:
+        window = _window(config) if _flag(config, "use_sliding_window") else None
+    if config.get("layer_types") is not None:
+        types = config["layer_types"]
+        if not isinstance(types, list) or len(types) < num_layers:
+            raise MalformedCheckpointError(
+                f"layer_types must list {num_layers} layers, got {types!r:.200}"
+            )
+        types = types[:num_layers]
+    elif family == "mistral":
+        types = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    else:
+        first = _count(config, "max_window_layers", 28, 28) if window is not None else num_layers
+        types = ["full_attention"] * min(first, num_layers)
+        types += ["sliding_attention"] * (num_layers - len(types))
+    known = {"full_attention": None, "sliding_attention": window}
+    for kind in types:
+        if kind not in known:
+            raise UnsupportedModelError(f"layer_types has {kind!r}; known are {', '.join(known)}")
+        if kind == "sliding_attention" and window is None:
+            raise MalformedCheckpointError("layer_types has sliding_attention, but no window is set")
+        if kind == "full_attention" and family == "mistral" and window is not None:
+            raise UnsupportedModelError("layer_types mixes layers, which Mistral does not compute")
+    return tuple(known[kind] for kind in types)
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    if config.get("sliding_window", 4096) is None:
+        return None
+    return _count(config, "sliding_window", 4096)
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary angles: transformers 5's rope_parameters, or the older two keys."""
+    theta = config.get("rope_theta")
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = config.get(name)
+        if parameters is None:
+            continue
+        if not isinstance(parameters, dict):
+            raise MalformedCheckpointError(f"{name} must be an object, got {parameters!r:.200}")
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind != "default":
+            raise UnsupportedModelError(f"{name} has rope_type {kind!r}; only 'default' is known")
+        unknown = sorted(parameters.keys() - {"rope_type", "type", "rope_theta"})
+        if unknown and parameters != {"rope_type": kind, "partial_rotary_factor": 1.0}:
+            raise UnsupportedModelError(f"{name} has settings that are not known: {unknown}")
+        theta = parameters.get("rope_theta", theta)
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor must be 1, got {config['partial_rotary_factor']!r}"
+        )
+    return _positive({"rope_theta": theta}, "rope_theta", 10000.0)
+
+
+def _count(
+    config: Mapping[str, Any], name: str, missing: int | None = None, null: int | None = None
+) -> int:
+    """A whole number of at least 1; `missing` stands for an absent key, `null` for a null."""
+    value = config.get(name, missing)
+    if value is None:
+        value = null
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise MalformedCheckpointError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise MalformedCheckpointError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise MalformedCheckpointError(f"{name} must be true or false, got {value!r}")
+    return value

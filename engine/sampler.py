@@ -1,0 +1,172 @@
+"""From logits to token ids.
+
+Greedy is the argmax in float32. A draw is Gumbel-max (Gumbel 1954; Maddison et al. 2014): the token
+with the largest logit / temperature + noise, where the noise of token v is a function of (seed, v,
+position, sample index) alone. So a draw does not depend on the other rows, on how the sequence came
+to its position, or on any draw before it. The vocabulary is not sorted in the common case: filters
+look at the 64 likeliest tokens, and at more only where those do not settle the matter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.philox import philox_4x32_10
+from engine.sampling_params import SamplingParams
+
+FIRST_CANDIDATES = 64
+CANDIDATE_GROWTH = 4
+NOISE_CHUNK = 16384  # tokens whose noise is made at once: its temporaries stay in the cache
+
+
+class NumericalError(ArithmeticError):
+    """Logits of one row from which no token can be chosen: a NaN, an infinity, or no finite one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRow:
+    """What decides one draw, next to the logits."""
+
+    params: SamplingParams
+    seed: int  # [0, 2⁶⁴)
+    sample_index: int
+    position: int  # index in the sequence of the token being drawn
+
+
+def sample(
+    logits: Tensor,  # [R, vocab] float32
+    rows: Sequence[SampledRow],  # [R]
+) -> list[int | NumericalError]:
+    """One token id for each row; in the place of a row that is broken, the error."""
+    assert logits.shape[0] == len(rows)
+    if not rows:
+        return []
+    results: list[int | NumericalError] = [NumericalError("unset")] * len(rows)
+    groups: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
+    for i, peak_is_finite in enumerate(logits.amax(dim=-1).isfinite().tolist()):
+        if peak_is_finite:
+            groups[_group(rows[i].params, logits.shape[1])].append(i)
+        else:  # NaN is the largest of all to amax
+            results[i] = NumericalError(
+                f"the logits for token {rows[i].position} are not finite numbers"
+            )
+    for name, indices in groups.items():
+        if not indices:
+            continue
+        part = logits if len(indices) == len(rows) else logits[indices]
+        if name == "greedy":
+            tokens = part.argmax(dim=-1).tolist()
+        else:
+            draw = _draw_filtered if name == "filtered" else _draw_plain
+            tokens = draw(part, [rows[i] for i in indices])
+        for i, token in zip(indices, tokens, strict=True):
+            results[i] = token
+    return results
+
+
+def _group(params: SamplingParams, vocab_size: int) -> str:
+    if params.greedy:
+        return "greedy"
+    filtered = 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+    return "filtered" if filtered else "plain"
+
+
+def _draw_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    """Draws from the whole vocabulary, a row and a chunk at a time."""
+    tokens: list[int] = []
+    for row_logits, row in zip(_scaled(logits, rows), rows, strict=True):
+        noises = [
+            _gumbel(ids.unsqueeze(0), [row])[0]
+            for ids in torch.arange(logits.shape[1], device=logits.device).split(NOISE_CHUNK)
+        ]
+        tokens.append(int((row_logits.double() + torch.cat(noises)).argmax()))
+    return tokens
+
+
+def _draw_filtered(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    """Draws from the tokens that top_k, then top_p, then min_p leave."""
+    # not logsumexp: it may split one long row over threads, and then rounds it otherwise than
+    # among others
+    logprobs = _scaled(logits, rows).log_softmax(dim=-1)
+    tokens = [-1] * len(rows)
+    pending = list(range(len(rows)))
+    width = FIRST_CANDIDATES
+    while pending:
+        width = min(width, logprobs.shape[1])
+        values, ids = logprobs[pending].topk(width, dim=-1)
+        params = [rows[i].params for i in pending]
+        kept, settled = _keep(values.double(), params)
+        scores = values.double() + _gumbel(ids, [rows[i] for i in pending])
+        best = scores.masked_fill_(~kept, -torch.inf).argmax(dim=-1, keepdim=True)
+        chosen = ids.gather(1, best).squeeze(1).tolist()
+        done = [True] * len(pending) if width == logprobs.shape[1] else settled.tolist()
+        for i, token, is_done in zip(pending, chosen, done, strict=True):
+            if is_done:
+                tokens[i] = token
+        pending = [i for i, is_done in zip(pending, done, strict=True) if not is_done]
+        width *= CANDIDATE_GROWTH
+    return tokens
+
+
+def _keep(
+    values: Tensor,  # [R, K] float64 log-probabilities of the K likeliest tokens, falling
+    params: Sequence[SamplingParams],  # [R]
+) -> tuple[Tensor, Tensor]:  # [R, K], [R] bool
+    """Which candidates stay, and in which rows no token beyond the candidates could stay too.
+
+    A filter keeps or drops tokens of equal probability together, so the order in which they come
+    does not matter. top_p is measured on what top_k leaves.
+    """
+
+    def column(numbers: list[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=values.dtype, device=values.device).unsqueeze(1)
+
+    width = values.shape[1]
+    top_k = column([p.top_k if p.top_k > 0 else torch.inf for p in params])
+    top_p = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params])
+    min_p = column([p.min_p for p in params])
+    kth = values.gather(1, (top_k.clamp(max=width) - 1).long())
+    in_k = (values > -torch.inf) & ((values >= kth) | (top_k > width))
+    mass = values.exp() * in_k
+    total = torch.where(top_k.isfinite(), mass.sum(dim=1, keepdim=True), 1.0)
+    likelier = mass.cumsum(dim=1) - mass  # the mass of the tokens before
+    num_in_p = (in_k & (likelier < top_p * total)).sum(dim=1, keepdim=True)
+    lowest = values.gather(1, (num_in_p - 1).clamp(min=0))
+    kept = in_k & (values >= lowest) & (values >= values[:, :1] + min_p.log())
+    open_ended = kept[:, -1] | (in_k[:, -1] & top_k.isfinite().squeeze(1))
+    return kept, ~open_ended
+
+
+def _scaled(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """(logits - their maximum) / temperature: the largest is 0, so no temperature overflows."""
+    temperatures = torch.tensor(
+        [row.params.temperature for row in rows], dtype=logits.dtype, device=logits.device
+    )
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(1)
+
+
+def _gumbel(
+    token_ids: Tensor,  # [R, K] int64
+    rows: Sequence[SampledRow],  # [R]
+) -> Tensor:  # [R, K] float64
+    """Noise: -log(-log u), u = (word + ½) / 2³², word = the first of Philox(seed; v, position, …)."""
+    words = np.array(
+        [(r.position, r.sample_index, r.seed & 0xFFFFFFFF, r.seed >> 32) for r in rows],
+        dtype=np.uint64,
+    )
+    if token_ids.device.type == "cpu":
+        position, index, low, high = (column[:, None] for column in words.T)
+        ids = token_ids.numpy().astype(np.uint64)
+        word = philox_4x32_10((ids, position, index, np.zeros_like(index)), (low, high))[0]
+        random_words = torch.from_numpy(word.view(np.int64))
+    else:
+        columns = torch.from_numpy(words.view(np.int64)).to(token_ids.device).unsqueeze(2)
+        position, index, low, high = columns.unbind(1)
+        random_words = philox_4x32_10(
+            (token_ids, position, index, torch.zeros_like(index)), (low, high)
+        )[0]
+    uniform = (random_words.double() + 0.5) * 2.0**-32
+    return -(-uniform.log()).log()

@@ -1,0 +1,294 @@
+"""Checkpoints on disk: what is accepted, what is refused by name, and tensors by name and shape.
+
+Only safetensors and JSON are ever read, so opening a checkpoint runs none of its code. Knows the
+files' form, not what a family does with them: that is models/.
+
+    CheckpointError
+    ├── CheckpointNotFoundError    no such folder, file or hub id; a file that should be there is not
+    ├── MalformedCheckpointError   a file that cannot be understood
+    ├── PickleCheckpointError      weights only as pickle, which runs code when it is read
+    ├── RemoteCodeError            `auto_map`: the model is code of its own
+    ├── OutsideFolderError         a path or a link that leads out of the checkpoint
+    ├── UnsupportedModelError      an architecture or setting that this engine does not compute
+    └── TensorError
+        ├── MissingTensorError
+        ├── UnexpectedTensorError  a tensor that nothing would use: the settings must be wrong
+        └── TensorShapeError
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+MAX_JSON_BYTES = 64 << 20  # the index of the largest public models has a few megabytes
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ("*.safetensors", INDEX_FILE, "*.json", "*.jinja")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAMPLES_PER_FILE = 16  # of 64 KiB, for a checkpoint's quick fingerprint
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be loaded; the message names the file, tensor or setting."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    pass
+
+
+class MalformedCheckpointError(CheckpointError):
+    pass
+
+
+class PickleCheckpointError(CheckpointError):
+    pass
+
+
+class RemoteCodeError(CheckpointError):
+    pass
+
+
+class OutsideFolderError(CheckpointError):
+    pass
+
+
+class UnsupportedModelError(CheckpointError):
+    pass
+
+
+class TensorError(CheckpointError):
+    pass
+
+
+class MissingTensorError(TensorError):
+    pass
+
+
+class UnexpectedTensorError(TensorError):
+    pass
+
+
+class TensorShapeError(TensorError):
+    pass
+
+
+def resolve_folder(model: str) -> Path:
+    """The safetensors folder of a checkpoint folder or a hub id (fetched when not yet in the cache).
+
+    Raises CheckpointNotFoundError, OutsideFolderError, PickleCheckpointError.
+    """
+    path = Path(model)
+    if path.is_dir():
+        check_folder(path)
+        return path
+    if path.exists():
+        raise CheckpointNotFoundError(f"{model} is neither a folder nor a GGUF file")
+    if not HUB_ID.fullmatch(model):
+        raise CheckpointNotFoundError(f"{model} is not a folder, a GGUF file or a hub id")
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointNotFoundError(f"{model} could not be had from the hub: {error}") from error
+    check_folder(folder)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder with a link that leads out of it, or with weights only as pickle."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        if (folder / name).is_symlink():
+            _checked_path(folder, name)
+    if any(name in (SINGLE_FILE, INDEX_FILE) for name in names):
+        return
+    for name in names:
+        if name.endswith(PICKLE_SUFFIXES):
+            raise PickleCheckpointError(
+                f"{folder} has its weights as pickle ({name}); only safetensors are read, because "
+                "a pickle may run any code"
+            )
+    raise CheckpointNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+class Checkpoint:
+    """One safetensors checkpoint, opened for reading. Tensors come out once each, by name and shape.
+
+    Raises a CheckpointError as in the tree above.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_folder(folder)
+        self.folder = folder
+        self.config = _read_json(folder, "config.json")
+        if "auto_map" in self.config:
+            raise RemoteCodeError(
+                f"{folder}/config.json has auto_map: the model needs code of its own, and code "
+                "from a checkpoint is never run"
+            )
+        self._file_of = self._tensor_files()
+        self._open: dict[str, Any] = {}  # file name -> safe_open handle
+        self._taken: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._open.values():
+            handle.__exit__(kind, error, trace)
+        self._open.clear()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor in the file's own type, on the CPU, mapped from the file."""
+        if name not in self._file_of:
+            raise MissingTensorError(f"{self.folder} has no tensor {name}")
+        handle = self._handle(self._file_of[name])
+        found = handle.get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise TensorShapeError(
+                f"{self.folder}: {name} must have shape {list(shape)}, got {found.get_shape()}"
+            )
+        if found.get_dtype() not in DTYPES:
+            raise UnsupportedModelError(
+                f"{self.folder}: {name} has type {found.get_dtype()}; "
+                f"only {', '.join(sorted(DTYPES))} are read"
+            )
+        self._taken.add(name)
+        tensor: Tensor = handle.get_tensor(name)
+        return tensor
+
+    def check_all_taken(self, ignored: re.Pattern[str]) -> None:
+        """Raises UnexpectedTensorError when tensors are left that do not match `ignored`."""
+        left = sorted(
+            name for name in self._file_of.keys() - self._taken if not ignored.fullmatch(name)
+        )
+        if left:
+            raise UnexpectedTensorError(
+                f"{self.folder}: {len(left)} tensors have no place in the model that config.json "
+                f"describes: {', '.join(left[:5])}{', …' if len(left) > 5 else ''}"
+            )
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type a tensor is stored in."""
+        if name not in self._file_of:
+            raise MissingTensorError(f"{self.folder} has no tensor {name}")
+        stored: str = self._handle(self._file_of[name]).get_slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise UnsupportedModelError(f"{self.folder}: {name} has type {stored}")
+        return DTYPES[stored]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation: generation_config.json's, else config.json's."""
+        generation = {}
+        if (self.folder / "generation_config.json").exists():
+            generation = _read_json(self.folder, "generation_config.json")
+        found = generation.get("eos_token_id", self.config.get("eos_token_id"))
+        ids = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise MalformedCheckpointError(f"{self.folder}: eos_token_id is not an id: {found!r}")
+        return frozenset(ids)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the settings and of samples of every weight file; quick at any size.
+
+        Tells one model from another. For proof that files are unchanged: `checkpoint_sha256`.
+        """
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted(set(self._file_of.values())):
+            path = self.folder / name
+            size = path.stat().st_size
+            digest.update(f"\0{name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                for i in range(SAMPLES_PER_FILE):
+                    file.seek(i * max(0, size - 65536) // (SAMPLES_PER_FILE - 1))
+                    digest.update(file.read(65536))
+        return digest.digest()
+
+    def _handle(self, file_name: str) -> Any:
+        if file_name not in self._open:
+            path = _checked_path(self.folder, file_name)
+            try:
+                self._open[file_name] = safe_open(path, framework="pt", device="cpu").__enter__()
+            except SafetensorError as error:
+                raise MalformedCheckpointError(f"{path} is not safetensors: {error}") from error
+        return self._open[file_name]
+
+    def _tensor_files(self) -> dict[str, str]:
+        """The file that holds each tensor."""
+        if not (self.folder / INDEX_FILE).exists():
+            self._file_of: dict[str, str] = {}
+            self._open = {}
+            return dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+        weight_map = _read_json(self.folder, INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise MalformedCheckpointError(f"{self.folder}/{INDEX_FILE} has no weight_map")
+        for tensor_name, file_name in weight_map.items():
+            if not isinstance(file_name, str):
+                raise MalformedCheckpointError(
+                    f"{self.folder}/{INDEX_FILE}: the file of {tensor_name} is {file_name!r}"
+                )
+            if file_name.endswith(PICKLE_SUFFIXES):
+                raise PickleCheckpointError(
+                    f"{self.folder}/{INDEX_FILE} names a pickle file: {file_name}"
+                )
+        for file_name in sorted(set(weight_map.values())):
+            _checked_path(self.folder, file_name)
+        return weight_map
+
+
+def checkpoint_sha256(folder: Path) -> str:
+    """SHA-256, in hex, over the names and bytes of a checkpoint's JSON, template and weight files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".safetensors"):
+            checked = _checked_path(folder, path.name)
+            with checked.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{path.name}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def _checked_path(folder: Path, name: str) -> Path:
+    """A file of the folder, by plain name; links may lead only to where the folder's own files lie."""
+    if Path(name).name != name or "\\" in name or "\0" in name:
+        raise OutsideFolderError(f"{folder} refers to {name!r}, which is a path, not a file name")
+    roots = [folder.resolve()]
+    if folder.parent.name == "snapshots":  # the hub's cache keeps the content in blobs/ next to it
+        roots.append(folder.parent.parent.resolve() / "blobs")
+    path = folder / name
+    real = path.resolve()
+    if not any(real.is_relative_to(root) for root in roots):
+        raise OutsideFolderError(f"{path} leads out of the checkpoint, to {real}")
+    if not real.exists():
+        raise CheckpointNotFoundError(f"{path} does not exist")
+    return path
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = _checked_path(folder, name)
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise MalformedCheckpointError(f"{path} is over {MAX_JSON_BYTES} bytes")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise MalformedCheckpointError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
