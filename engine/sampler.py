@@ -9,6 +9,7 @@ look at the 64 likeliest tokens, and at more only where those do not settle the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -79,8 +80,8 @@ def _draw_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
     tokens: list[int] = []
     for row_logits, row in zip(_scaled(logits, rows), rows, strict=True):
         noises = [
-            _gumbel(ids.unsqueeze(0), [row])[0]
-            for ids in torch.arange(logits.shape[1], device=logits.device).split(NOISE_CHUNK)
+            _gumbel(torch.arange(start, end, device=logits.device).unsqueeze(0), [row])[0]
+            for start, end in pairwise([*range(0, logits.shape[1], NOISE_CHUNK), logits.shape[1]])
         ]
         tokens.append(int((row_logits.double() + torch.cat(noises)).argmax()))
     return tokens
@@ -152,7 +153,7 @@ def _gumbel(
     token_ids: Tensor,  # [R, K] int64
     rows: Sequence[SampledRow],  # [R]
 ) -> Tensor:  # [R, K] float64
-    """Noise: -log(-log u), u = (word + ½) / 2³², word = the first of Philox(seed; v, position, …)."""
+    """-log(-log u) with u = (word + ½) / 2³², word the first of Philox(seed; v, position, …)."""
     words = np.array(
         [(r.position, r.sample_index, r.seed & 0xFFFFFFFF, r.seed >> 32) for r in rows],
         dtype=np.uint64,

@@ -4,7 +4,7 @@ Only safetensors and JSON are ever read, so opening a checkpoint runs none of it
 files' form, not what a family does with them: that is models/.
 
     CheckpointError
-    ├── CheckpointNotFoundError    no such folder, file or hub id; a file that should be there is not
+    ├── CheckpointNotFoundError    no such folder, file or hub id, or a file is missing from it
     ├── MalformedCheckpointError   a file that cannot be understood
     ├── PickleCheckpointError      weights only as pickle, which runs code when it is read
     ├── RemoteCodeError            `auto_map`: the model is code of its own
@@ -28,6 +28,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from engine.gguf import GGUFError, convert_gguf, file_sha256
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -84,22 +86,38 @@ class TensorShapeError(TensorError):
 
 
 def resolve_folder(model: str) -> Path:
-    """The safetensors folder of a checkpoint folder or a hub id (fetched when not yet in the cache).
+    """The safetensors folder of a checkpoint folder, a GGUF file or a hub id.
 
-    Raises CheckpointNotFoundError, OutsideFolderError, PickleCheckpointError.
+    A GGUF file is converted once, into a folder beside it that is named after its content. A hub id
+    is fetched unless it is in the hub's cache. Raises CheckpointError.
     """
     path = Path(model)
     if path.is_dir():
         check_folder(path)
         return path
-    if path.exists():
-        raise CheckpointNotFoundError(f"{model} is neither a folder nor a GGUF file")
+    if path.is_file():
+        return _converted(path)
     if not HUB_ID.fullmatch(model):
         raise CheckpointNotFoundError(f"{model} is not a folder, a GGUF file or a hub id")
     try:
         folder = Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointNotFoundError(f"{model} could not be had from the hub: {error}") from error
+    check_folder(folder)
+    return folder
+
+
+def _converted(path: Path) -> Path:
+    if path.name.endswith(PICKLE_SUFFIXES):
+        raise PickleCheckpointError(f"{path} is a pickle checkpoint; only safetensors are read")
+    if path.suffix != ".gguf":
+        raise CheckpointNotFoundError(f"{path} is neither a folder nor a GGUF file")
+    folder = path.with_name(f"{path.stem}-{file_sha256(path)[:16]}")
+    if not folder.exists():
+        try:
+            convert_gguf(path, folder)
+        except GGUFError as error:
+            raise MalformedCheckpointError(str(error)) from error
     check_folder(folder)
     return folder
 
@@ -122,7 +140,7 @@ def check_folder(folder: Path) -> None:
 
 
 class Checkpoint:
-    """One safetensors checkpoint, opened for reading. Tensors come out once each, by name and shape.
+    """One safetensors checkpoint, opened for reading; its tensors come out by name and shape.
 
     Raises a CheckpointError as in the tree above.
     """
@@ -136,8 +154,8 @@ class Checkpoint:
                 f"{folder}/config.json has auto_map: the model needs code of its own, and code "
                 "from a checkpoint is never run"
             )
-        self._file_of = self._tensor_files()
         self._open: dict[str, Any] = {}  # file name -> safe_open handle
+        self._file_of = self._tensor_files()
         self._taken: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -225,7 +243,8 @@ class Checkpoint:
         if file_name not in self._open:
             path = _checked_path(self.folder, file_name)
             try:
-                self._open[file_name] = safe_open(path, framework="pt", device="cpu").__enter__()
+                handle: Any = safe_open(path, framework="pt", device="cpu")
+                self._open[file_name] = handle.__enter__()
             except SafetensorError as error:
                 raise MalformedCheckpointError(f"{path} is not safetensors: {error}") from error
         return self._open[file_name]
@@ -233,8 +252,6 @@ class Checkpoint:
     def _tensor_files(self) -> dict[str, str]:
         """The file that holds each tensor."""
         if not (self.folder / INDEX_FILE).exists():
-            self._file_of: dict[str, str] = {}
-            self._open = {}
             return dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
         weight_map = _read_json(self.folder, INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -254,19 +271,17 @@ class Checkpoint:
 
 
 def checkpoint_sha256(folder: Path) -> str:
-    """SHA-256, in hex, over the names and bytes of a checkpoint's JSON, template and weight files."""
+    """SHA-256, in hex, of a checkpoint's settings, tokenizer, templates and weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jinja", ".safetensors"):
             checked = _checked_path(folder, path.name)
-            with checked.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{path.name}\0{content}\n".encode())
+            digest.update(f"{path.name}\0{file_sha256(checked)}\n".encode())
     return digest.hexdigest()
 
 
 def _checked_path(folder: Path, name: str) -> Path:
-    """A file of the folder, by plain name; links may lead only to where the folder's own files lie."""
+    """A file of the folder, by plain name; its links may not lead out of the checkpoint."""
     if Path(name).name != name or "\\" in name or "\0" in name:
         raise OutsideFolderError(f"{folder} refers to {name!r}, which is a path, not a file name")
     roots = [folder.resolve()]

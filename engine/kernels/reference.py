@@ -1,4 +1,4 @@
-"""Every kernel in plain PyTorch: what the fast ones are tested against, and the way that always works.
+"""Every kernel in plain PyTorch: works everywhere, and is what fast ones are tested against.
 
 Half-precision inputs are computed in float32 and rounded once, at the end.
 """

@@ -42,9 +42,8 @@ class Attention:
         metadata: AttentionMetadata,
     ) -> Tensor:  # [T, hidden]
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        query, key, value = heads.split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
+        query = heads[:, : self.num_heads]
+        key, value = heads[:, self.num_heads :].chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         self.kernels.rotary(query, key, cos, sin)

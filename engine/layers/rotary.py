@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class RotaryEmbedding:
-    """Angle of pair i at position p is p × theta^(-2i / D). Computed once a step, for all layers."""
+    """Angle of pair i at position p is p × theta^(-2i / D). Made once a step, for all layers."""
 
     def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim

@@ -87,7 +87,7 @@ class Decoder:
 
 
 class _Loader:
-    """Takes a decoder's tensors out of a checkpoint: to the device and type, fused where used so."""
+    """Takes a decoder's tensors out of a checkpoint: to device and type, and fused."""
 
     def __init__(
         self,
@@ -151,7 +151,9 @@ class _Loader:
         return Linear(weight, bias)
 
     def norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight", size), self.settings.rms_norm_eps, self.kernels)
+        return RMSNorm(
+            self.tensor(f"{name}.weight", size), self.settings.rms_norm_eps, self.kernels
+        )
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         tensor = allocate(shape, self.dtype, self.device)

@@ -127,7 +127,9 @@ def _sliding_windows(
         if kind not in known:
             raise UnsupportedModelError(f"layer_types has {kind!r}; known are {', '.join(known)}")
         if kind == "sliding_attention" and window is None:
-            raise MalformedCheckpointError("layer_types has sliding_attention, but no window is set")
+            raise MalformedCheckpointError(
+                "layer_types has sliding_attention, but there is no window"
+            )
         if kind == "full_attention" and family == "mistral" and window is not None:
             raise UnsupportedModelError("layer_types mixes layers, which Mistral does not compute")
     return tuple(known[kind] for kind in types)

@@ -1,0 +1,223 @@
+"""One step on the device: from a plan to a token for each row that samples.
+
+Owns the model and the KV cache's memory. Knows nothing of text, or of which sequence comes next.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.kernels.registry import select_kernels
+from engine.kv_cache import KVCache, KVCacheShape
+from engine.layers.attention import AttentionMetadata
+from engine.models.decoder import Decoder
+from engine.models.settings import DecoderSettings
+from engine.sampler import NumericalError, SampledRow, sample
+from engine.sampling_params import SamplingParams
+from engine.scheduler import ScheduledSequence, StepPlan
+from engine.weights import Checkpoint, resolve_folder
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A plan as tensors: the step's tokens of all sequences, end to end."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    metadata: AttentionMetadata
+    logit_rows: Tensor  # [R] int64, the last token of each row that samples
+
+
+class ModelRunner:
+    """A model on one device. Raises CheckpointError or ValueError when it cannot be set up."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.device = _device(config.device)
+        self._kernels = select_kernels(self.device)
+        with Checkpoint(resolve_folder(config.model)) as checkpoint:
+            settings = DecoderSettings.from_config(checkpoint.config)
+            dtype = _dtype(config.dtype, self.device, checkpoint)
+            self._model = Decoder(
+                checkpoint, settings, dtype=dtype, device=self.device, kernels=self._kernels
+            )
+            self.eos_token_ids = checkpoint.eos_token_ids
+            # a cache filled in another type holds other numbers
+            self.model_id = checkpoint.fingerprint + str(dtype).encode()
+        self.vocab_size = settings.vocab_size
+        self.max_model_len = _max_model_len(config, settings)
+        self._block_size = config.block_size
+        shape = KVCacheShape(
+            num_layers=settings.num_layers,
+            num_kv_heads=settings.num_kv_heads,
+            head_dim=settings.head_dim,
+            block_size=config.block_size,
+            dtype=dtype,
+        )
+        self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
+        self._kv_cache = KVCache(shape, self.num_blocks, self.device)
+        logger.info(
+            "model %s loaded: device=%s dtype=%s num_blocks=%d max_model_len=%d",
+            config.model, self.device, dtype, self.num_blocks, self.max_model_len,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[int | NumericalError | None]:
+        """Copy the plan's blocks, compute its tokens, and draw the next token of rows that sample.
+
+        The result stands at the row's place in the plan: None for a row that does not sample, a
+        NumericalError for one whose logits are not numbers. Changes the KV cache.
+        """
+        self._kv_cache.copy_blocks(plan.block_copies, self._kernels)
+        results: list[int | NumericalError | None] = [None] * len(plan.scheduled)
+        if plan.empty:
+            return results
+        sampling = [i for i, row in enumerate(plan.scheduled) if row.samples]
+        logits = self.logits(plan.scheduled)
+        rows = [_sampled_row(plan.scheduled[i]) for i in sampling]
+        for i, drawn in zip(sampling, sample(logits, rows), strict=True):
+            results[i] = drawn
+        return results
+
+    @torch.inference_mode()
+    def logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:
+        """[R, vocab] float32, of the rows that sample, in order. Changes the KV cache."""
+        batch = self._batch(scheduled)
+        return self._model.forward(
+            batch.token_ids,
+            batch.positions,
+            batch.metadata,
+            self._kv_cache.layers,
+            batch.logit_rows,
+        )
+
+    def _batch(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
+        token_ids: list[int] = []
+        for row in scheduled:
+            start = row.sequence.num_computed_tokens
+            token_ids += row.sequence.token_ids[start : start + row.num_scheduled_tokens]
+        tokens = np.array(token_ids, dtype=np.int64)
+        query_lens = np.array([row.num_scheduled_tokens for row in scheduled], dtype=np.int64)
+        computed = np.array([row.sequence.num_computed_tokens for row in scheduled], dtype=np.int64)
+        samples = np.array([row.samples for row in scheduled], dtype=np.bool_)
+        seq_lens = computed + query_lens
+        cu_query_lens = np.concatenate(([0], query_lens.cumsum()))
+        # a row's tokens are consecutive: count through the batch, then move each row to its start
+        positions = np.arange(len(tokens)) + np.repeat(computed - cu_query_lens[:-1], query_lens)
+        num_blocks = -(-seq_lens // self._block_size)
+        block_tables = np.zeros((len(scheduled), int(num_blocks.max())), dtype=np.int64)
+        for table, row, count in zip(block_tables, scheduled, num_blocks, strict=True):
+            table[:count] = row.sequence.block_table[:count]
+        owner = np.repeat(np.arange(len(scheduled)), query_lens)
+        blocks = block_tables[owner, positions // self._block_size]
+        # what becomes an index on the device is checked here: out of range it would take down all
+        assert len(tokens) == cu_query_lens[-1]
+        assert tokens.min() >= 0
+        assert tokens.max() < self.vocab_size
+        assert block_tables.min() >= 0
+        assert block_tables.max() < self.num_blocks
+        assert seq_lens.max() <= self.max_model_len
+        return StepBatch(
+            token_ids=self._tensor(tokens, torch.int64),
+            positions=self._tensor(positions, torch.int64),
+            metadata=AttentionMetadata(
+                cu_query_lens=self._tensor(cu_query_lens, torch.int32),
+                seq_lens=self._tensor(seq_lens, torch.int32),
+                slot_mapping=self._tensor(
+                    blocks * self._block_size + positions % self._block_size, torch.int64
+                ),
+                block_tables=self._tensor(block_tables, torch.int32),
+            ),
+            logit_rows=self._tensor(cu_query_lens[1:][samples] - 1, torch.int64),
+        )
+
+    def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(self.device, dtype)
+
+    def _cache_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
+        """Memory for the KV cache: what the settings say on a CPU, what is left on a GPU."""
+        if self.device.type != "cuda":
+            return config.kv_cache_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._run_largest_step(config, shape)
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        others = total - free - held  # the context, and other processes
+        torch.cuda.empty_cache()
+        return int(total * config.gpu_memory_utilization) - others - peak
+
+    @torch.inference_mode()
+    def _run_largest_step(self, config: EngineConfig, shape: KVCacheShape) -> None:
+        """One step with as many tokens, and as many rows with logits, as a plan may have."""
+        num_tokens = config.max_num_batched_tokens
+        num_blocks = -(-num_tokens // shape.block_size)
+        scratch = KVCache(shape, num_blocks, self.device)
+        positions = torch.arange(num_tokens, device=self.device)
+        num_rows = min(config.max_num_seqs, num_tokens)
+        logits = self._model.forward(
+            torch.zeros_like(positions),
+            positions,
+            AttentionMetadata(
+                cu_query_lens=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
+                seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
+                slot_mapping=positions,
+                block_tables=torch.arange(num_blocks, dtype=torch.int32, device=self.device)[None],
+            ),
+            scratch.layers,
+            positions[:num_rows],
+        )
+        row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, sample_index=0, position=0)
+        sample(logits, [row] * num_rows)
+        torch.cuda.synchronize(self.device)
+
+
+def _sampled_row(row: ScheduledSequence) -> SampledRow:
+    sequence = row.sequence
+    return SampledRow(
+        params=sequence.params,
+        seed=sequence.seed,
+        sample_index=sequence.sample_index,
+        position=sequence.num_tokens,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name}, but this torch finds no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """The compute type. On a CPU float32 unless asked: half types have no fast products there."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return checkpoint.dtype_of("model.embed_tokens.weight")
+
+
+def _max_model_len(config: EngineConfig, settings: DecoderSettings) -> int:
+    if config.max_model_len is None:
+        return settings.max_position_embeddings
+    if config.max_model_len > settings.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len must be at most the model's {settings.max_position_embeddings}, "
+            f"got {config.max_model_len}"
+        )
+    return config.max_model_len
