@@ -102,8 +102,8 @@ class Settings:
         30.0, "A worker silent this long loses its jobs.", unit="seconds", low=1, high=3600
     )
     beat_s: float = _setting(
-        5.0, "How often a worker extends its lease; at most a third of it.", unit="seconds",
-        low=0.05, high=1200,
+        5.0, "How often a worker extends its lease, at most a third of it; unset: a sixth of it or "
+        "5 seconds, the shorter.", unit="seconds", low=0.05, high=1200,
     )  # fmt: skip
     stall_s: float = _setting(
         60.0, "An engine with work and no finished step for this long is replaced.",
@@ -178,6 +178,8 @@ class Settings:
         for each in fields(cls):
             if text := environ.get(variable(each.name), "").strip():
                 values[each.name] = _read(each, text)
+        if "lease_s" in values:
+            values.setdefault("beat_s", min(5.0, values["lease_s"] / 6))
         folder = Path(values.get("data_dir", ".tokenmill"))
         values.setdefault("database_url", f"sqlite:///{folder / 'tokenmill.db'}")
         names = environ.get("TOKENMILL_MODELS", "").strip() or "smollm2-135m-instruct"

@@ -70,7 +70,8 @@ def _check(root: Any, max_depth: int) -> None:
             if fault := _fault_of(value):
                 raise JSONError(path, fault)
         elif isinstance(value, _Fault):
-            raise JSONError(_member(path, value.key) if value.key else path, value.message)
+            at = path if value.key is None else _member(path, value.key)
+            raise JSONError(at, value.message)
         elif isinstance(value, dict | list):
             if depth == max_depth:
                 raise JSONError(path, f"nested more than {max_depth} deep")
