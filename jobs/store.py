@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs.lifecycle import NEXT, JobState
+from jobs.lifecycle import NEXT, TERMINAL, JobState
 from jobs.models import QUEUE_ORDER, QUEUED, idempotency_keys, jobs, workers
 from jobs.records import (
     RECORD_COLUMNS,
@@ -36,7 +36,7 @@ from jobs.rows import decode, encode
 
 __all__ = [
     "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "Throughput",
-    "UnknownCursor", "WorkerInfo", "WorkerRecord", "cancel", "counts", "get", "list_jobs",
+    "UnknownCursor", "WorkerInfo", "WorkerRecord", "cancel", "counts", "ended", "get", "list_jobs",
     "live_workers", "new_job_id", "queue_positions", "submit", "throughput",
 ]  # fmt: skip
 
@@ -111,6 +111,17 @@ def submit(
 def get(connection: Connection, job_id: str) -> JobRecord | None:
     row = connection.execute(select(*_RECORD).where(jobs.c.id == job_id)).one_or_none()
     return None if row is None else JobRecord.of(row)
+
+
+def ended(connection: Connection, ids: Sequence[str]) -> set[str]:
+    """Which of these jobs have ended."""
+    return {
+        job_id
+        for chunk in _chunks(ids)
+        for (job_id,) in connection.execute(
+            select(jobs.c.id).where(jobs.c.id.in_(chunk), jobs.c.state.in_(TERMINAL))
+        )
+    }
 
 
 def list_jobs(

@@ -235,3 +235,12 @@ def test_live_workers_are_those_whose_lease_runs(bench):
         assert [worker.id for worker in store.live_workers(connection, NOW + 9)] == ["w1", "w2"]
         (worker,) = store.live_workers(connection, NOW + 10)
     assert (worker.id, worker.kv_tokens, worker.stats) == ("w2", 4096, {})
+
+
+def test_ended_are_those_in_a_terminal_state(bench):
+    bench.register()
+    queued, running, cancelled = bench.submit(new_job(), new_job(), new_job())
+    bench.claim(running.id)
+    bench.call(store.cancel, cancelled.id, now=bench.now)
+    ids = [queued.id, running.id, cancelled.id, "job_unknown"]
+    assert bench.call(store.ended, ids) == {cancelled.id}

@@ -1,0 +1,235 @@
+"""When a job will probably end: tokens ahead of it over the tokens per second measured lately.
+
+A forecast is an interval, since it rests on a small sample of a changing load: how much of their
+`max_tokens` jobs used, how long a token took while they ran, and how the rate of the whole differed
+from one quarter of the time looked at to the next. Without a live worker, or with too few jobs
+ended lately, there is no forecast.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sqlalchemy import Connection, func, literal_column, select
+
+from jobs.lifecycle import JobState
+from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs, workers
+from jobs.records import JobRecord
+
+MAX_POSITION = 10_000  # further back than this a job has no position
+WINDOW_S = 300.0
+MAX_RECENT = 500
+MIN_RECENT = 5
+NUM_SLICES = 4
+TAIL = 0.1  # share of past jobs outside an interval, at each end
+DEVIATIONS = 1.64  # of a sum of many jobs' tokens: the same tails
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One job's time in an engine; `tokens` were made in it."""
+
+    start: float
+    end: float
+    tokens: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What stands before a queued job in its model's queue."""
+
+    position: int  # 1 is next
+    max_tokens: int  # sum over the jobs ahead
+    max_tokens_squared: int  # sum of squares, for the spread of what they will use
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the last minutes say of one model. The pairs are a low and a high value."""
+
+    mean_share: float  # of max_tokens that jobs used
+    share_deviation: float
+    share: tuple[float, float]
+    token_s: tuple[float, float]  # seconds a job runs for each of its tokens
+    tokens_per_s: tuple[float, float]  # of all jobs together, while any ran
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A model's queue and pace at one moment. Holds at most MAX_POSITION queued jobs."""
+
+    taken_at: float
+    ahead: dict[str, Ahead]
+    pace: Pace | None
+
+    def position(self, job_id: str) -> int | None:
+        ahead = self.ahead.get(job_id)
+        return None if ahead is None else ahead.position
+
+    def eta_s(self, job: JobRecord, now: float) -> tuple[float, float] | None:
+        """Seconds until the job's end, at least and at most, None when nobody can know."""
+        if self.pace is None or job.max_tokens == 0:
+            return None
+        low, high = (
+            share * job.max_tokens * token_s
+            for share, token_s in zip(self.pace.share, self.pace.token_s, strict=True)
+        )
+        if job.state == JobState.RUNNING and job.started_at is not None:
+            elapsed = now - job.started_at
+            low, high = low - elapsed, high - elapsed
+        elif job.state == JobState.QUEUED and job.id in self.ahead:
+            wait_low, wait_high = self._wait_s(self.ahead[job.id], self.pace)
+            low, high = low + wait_low, high + wait_high
+        else:
+            return None
+        # a job that runs longer than all others did is past what the past can tell
+        return None if high <= 0 else (max(0.0, low), high)
+
+    @staticmethod
+    def _wait_s(ahead: Ahead, pace: Pace) -> tuple[float, float]:
+        mean = pace.mean_share * ahead.max_tokens
+        spread = DEVIATIONS * pace.share_deviation * ahead.max_tokens_squared**0.5
+        slow, fast = pace.tokens_per_s
+        return max(0.0, mean - spread) / fast, (mean + spread) / slow
+
+
+def forecast(connection: Connection, model: str, now: float) -> Forecast:
+    """The model's queue as it stands and the pace of its last WINDOW_S seconds."""
+    has_worker = connection.execute(
+        select(func.count()).where(workers.c.model == model, workers.c.lease_until > now)
+    ).scalar_one()
+    pace = None
+    if has_worker:
+        pace = measure(_recent(connection, model, now), _running(connection, model), now)
+    return Forecast(now, _queue(connection, model), pace)
+
+
+def measure(recent: Sequence[Run], running: Sequence[tuple[float, int]], now: float) -> Pace | None:
+    """The pace of `recent` runs; `running` are start and max_tokens of those under way."""
+    if len(recent) < MIN_RECENT:
+        return None
+    shares = sorted(run.tokens / run.max_tokens for run in recent)
+    token_s = sorted((run.end - run.start) / run.tokens for run in recent)
+    mean_share, mean_token_s = statistics.fmean(shares), statistics.fmean(token_s)
+    if mean_token_s <= 0:
+        return None
+    under_way = [
+        Run(start, now, min((now - start) / mean_token_s, max_tokens), max_tokens)
+        for start, max_tokens in running
+        if start < now
+    ]
+    rates = _rates([*recent, *under_way], now)
+    if not rates:
+        return None
+    return Pace(
+        mean_share=mean_share,
+        share_deviation=statistics.pstdev(shares),
+        share=_tails(shares),
+        token_s=_tails(token_s),
+        tokens_per_s=(min(rates), max(rates)),
+    )
+
+
+def _rates(runs: Sequence[Run], now: float) -> list[float]:
+    """Tokens per second in each slice of the time looked at, idle moments left out.
+
+    A run's tokens are spread evenly over it, so that a slice gets what was made in it, whenever
+    the jobs ended.
+    """
+    start = max(now - WINDOW_S, min(run.start for run in runs))
+    edges = [start + (now - start) * i / NUM_SLICES for i in range(NUM_SLICES + 1)]
+    rates = []
+    for low, high in pairwise(edges):
+        parts = [(max(run.start, low), min(run.end, high), run) for run in runs]
+        parts = [(a, b, run) for a, b, run in parts if a < b]
+        tokens = sum(run.tokens * (b - a) / (run.end - run.start) for a, b, run in parts)
+        busy_s = _union([(a, b) for a, b, _ in parts])
+        if busy_s > 0 and tokens > 0:
+            rates.append(tokens / busy_s)
+    return rates
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the time covered by any of the spans."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _tails(values: Sequence[float]) -> tuple[float, float]:
+    """The sorted values without the lowest and highest TAIL of them: what is left at each end."""
+    cut = int(len(values) * TAIL)
+    return values[cut], values[-1 - cut]
+
+
+def _queue(connection: Connection, model: str) -> dict[str, Ahead]:
+    query = (
+        select(jobs.c.id, jobs.c.max_tokens)
+        .where(jobs.c.model == model, QUEUED)
+        .order_by(*QUEUE_ORDER)
+        .limit(MAX_POSITION)
+    )
+    ahead: dict[str, Ahead] = {}
+    total = squares = 0
+    for position, (job_id, max_tokens) in enumerate(connection.execute(query), start=1):
+        ahead[job_id] = Ahead(position, total, squares)
+        total += max_tokens
+        squares += max_tokens**2
+    return ahead
+
+
+def _recent(connection: Connection, model: str, now: float) -> list[Run]:
+    query = (
+        select(jobs.c.started_at, jobs.c.finished_at, jobs.c.completion_tokens, jobs.c.max_tokens)
+        .where(
+            jobs.c.state == literal_column("'succeeded'"),
+            jobs.c.model == model,
+            jobs.c.finished_at > now - WINDOW_S,
+            jobs.c.finished_at > jobs.c.started_at,
+            jobs.c.completion_tokens > 0,
+            jobs.c.max_tokens > 0,
+        )
+        .order_by(jobs.c.finished_at.desc())
+        .limit(MAX_RECENT)
+    )
+    return [Run(*row) for row in connection.execute(query)]
+
+
+def _running(connection: Connection, model: str) -> list[tuple[float, int]]:
+    query = (
+        select(jobs.c.started_at, jobs.c.max_tokens)
+        .where(RUNNING, jobs.c.model == model, jobs.c.started_at.is_not(None))
+        .limit(MAX_RECENT)
+    )
+    return [(started_at, max_tokens) for started_at, max_tokens in connection.execute(query)]
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """A model's queued jobs, taken together."""
+
+    oldest_created_at: float
+    prompt_tokens: int
+    max_tokens: int
+
+
+def backlogs(connection: Connection) -> dict[str, Backlog]:
+    """The backlog of each model that has one."""
+    query = (
+        select(
+            jobs.c.model,
+            func.min(jobs.c.created_at),
+            func.sum(jobs.c.prompt_tokens),
+            func.sum(jobs.c.max_tokens),
+        )
+        .where(QUEUED)
+        .group_by(jobs.c.model)
+    )
+    return {
+        model: Backlog(oldest, int(prompt_tokens), int(max_tokens))
+        for model, oldest, prompt_tokens, max_tokens in connection.execute(query)
+    }

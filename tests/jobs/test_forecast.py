@@ -1,0 +1,171 @@
+"""Queue positions and the interval in which a job is said to end."""
+
+import random
+import statistics
+from dataclasses import dataclass
+
+import pytest
+
+from jobs import claims
+from jobs.claims import JobResult
+from jobs.forecast import Ahead, Forecast, Run, backlogs, forecast, measure
+from jobs.lifecycle import JobState
+from tests.jobs.conftest import MODEL, new_job
+
+
+@dataclass
+class Simulated:
+    max_tokens: int
+    tokens: float  # it will use
+    left: float
+    created: float = 0.0
+    start: float | None = None
+    end: float | None = None
+
+
+def simulate(seed: int, *, slots: int, step_s: float = 0.05):
+    """An engine of `slots` sequences whose tokens/s flatten out with the load; yields each step."""
+    draw = random.Random(seed)
+    jobs: list[Simulated] = []
+    queue: list[Simulated] = []
+    running: list[Simulated] = []
+    now = 0.0
+    while now < 200:
+        for _ in range(draw.choice((0, 0, 0, 1)) if now < 120 else 0):
+            max_tokens = draw.randint(16, 128)
+            tokens = max(1.0, max_tokens * draw.uniform(0.3, 1.0))
+            job = Simulated(max_tokens, tokens, tokens, created=now)
+            jobs.append(job)
+            queue.append(job)
+        while queue and len(running) < slots:
+            running.append(queue.pop(0))
+            running[-1].start = now
+        rate = 300.0 / (len(running) + 4)  # tokens/s of each sequence
+        for job in list(running):
+            job.left -= rate * step_s
+            if job.left <= 0:
+                job.end = now + step_s
+                running.remove(job)
+        now += step_s
+        yield now, jobs, queue, running
+
+
+def record(job: Simulated, state: JobState):
+    values = {
+        "max_tokens": job.max_tokens,
+        "state": state,
+        "started_at": job.start,
+        "id": str(id(job)),
+    }
+    return type("Record", (), values)
+
+
+@pytest.mark.parametrize("slots", [4, 16])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_most_jobs_end_within_the_interval_that_was_forecast(seed, slots):
+    promises = []  # job, moment, low, high
+    for index, (now, jobs, queue, running) in enumerate(simulate(seed, slots=slots)):
+        if index % 100 or now < 10:
+            continue
+        recent = [
+            Run(j.start, j.end, j.tokens, j.max_tokens)
+            for j in jobs
+            if j.end is not None and j.end > now - 300
+        ]
+        pace = measure(recent, [(j.start, j.max_tokens) for j in running], now)
+        ahead, total, squares = {}, 0, 0
+        for position, job in enumerate(queue, start=1):
+            ahead[str(id(job))] = Ahead(position, total, squares)
+            total += job.max_tokens
+            squares += job.max_tokens**2
+        seen = Forecast(now, ahead, pace)
+        for job, state in [(j, JobState.QUEUED) for j in queue] + [
+            (j, JobState.RUNNING) for j in running
+        ]:
+            eta_s = seen.eta_s(record(job, state), now)
+            if eta_s is not None:
+                promises.append((job, now, *eta_s))
+    kept = [low <= job.end - now <= high for job, now, low, high in promises]
+    assert len(kept) > 200
+    share = statistics.fmean(kept)
+    width = statistics.median((high - low) / (job.end - now) for job, now, low, high in promises)
+    assert share > 0.8
+    assert width < 2.5
+
+
+def end(bench, job, *, run_s: float, completion_tokens: int):
+    result = JobResult(
+        id=job.id,
+        fence=job.fence,
+        state=JobState.SUCCEEDED,
+        output={},
+        completion_tokens=completion_tokens,
+        started_at=bench.now,
+        finished_at=bench.now + run_s,
+    )
+    bench.now += run_s
+    assert bench.call(claims.finish, [result], now=bench.now) == {job.id}
+
+
+def run_some(bench, number: int):
+    for _ in range(number):
+        (job,) = bench.submit(new_job(max_tokens=10))
+        (claimed,) = bench.claim(job.id)
+        end(bench, claimed, run_s=2.0, completion_tokens=5)
+
+
+def test_positions_follow_priority_then_deadline_then_age(bench):
+    ordinary, urgent, late = bench.submit(
+        new_job(max_tokens=1), new_job(priority=3), new_job(deadline_s=60)
+    )
+    seen = bench.call(forecast, MODEL, bench.now)
+    positions = {job.id: seen.position(job.id) for job in (urgent, late, ordinary)}
+    assert list(positions.values()) == [1, 2, 3]
+
+
+def test_a_running_job_has_no_position_and_is_not_ahead_of_anyone(bench):
+    bench.register()
+    first, second = bench.submit(new_job(), new_job())
+    bench.claim(min(first.id, second.id))
+    seen = bench.call(forecast, MODEL, bench.now)
+    assert sorted((seen.position(first.id) or 0, seen.position(second.id) or 0)) == [0, 1]
+
+
+def test_no_forecast_without_a_live_worker_or_before_enough_jobs_ended(bench):
+    bench.register(lease_s=1000)
+    run_some(bench, 4)
+    (queued,) = bench.submit(new_job(max_tokens=10))
+    assert bench.call(forecast, MODEL, bench.now).eta_s(queued, bench.now) is None
+    run_some(bench, 1)
+    (queued,) = bench.submit(new_job(max_tokens=10))
+    assert bench.call(forecast, MODEL, bench.now).eta_s(queued, bench.now) is not None
+    bench.now += 2000  # the lease lapsed
+    assert bench.call(forecast, MODEL, bench.now).eta_s(queued, bench.now) is None
+
+
+def test_the_forecast_is_tokens_ahead_over_tokens_per_second(bench):
+    bench.register(lease_s=1000)
+    run_some(bench, 8)  # 5 of 10 tokens in 2 s each, one after the other: 2.5 tokens/s
+    next_, last = bench.submit(new_job(max_tokens=10, priority=1), new_job(max_tokens=20))
+    seen = bench.call(forecast, MODEL, bench.now)
+    assert seen.eta_s(next_, bench.now) == pytest.approx((2.0, 2.0))
+    assert seen.eta_s(last, bench.now) == pytest.approx(
+        (6.0, 6.0)
+    )  # 2 s of the other, 4 s of its own
+    (claimed,) = bench.claim(next_.id)
+    running = bench.get(claimed.id)
+    assert seen.eta_s(running, bench.now + 0.5) == pytest.approx((1.5, 1.5))
+
+
+def test_a_backlog_is_the_queued_jobs_of_a_model(bench):
+    bench.register()
+    first, _, _ = bench.submit(
+        new_job(prompt_tokens=3, max_tokens=10),
+        new_job(prompt_tokens=4, max_tokens=20),
+        new_job(prompt_tokens=5, max_tokens=40, model="other"),
+    )
+    bench.claim(first.id)
+    found = bench.call(backlogs)
+    assert (found[MODEL].prompt_tokens, found[MODEL].max_tokens) == (4, 20)
+    assert found[MODEL].oldest_created_at == pytest.approx(bench.now, abs=0.001)
+    assert found["other"].max_tokens == 40
