@@ -1,0 +1,101 @@
+"""The HTTP application: wires what the routes stand on, and the routes.
+
+Knows jobs and the door check; knows nothing of workers and engines, and never loads torch.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+from api import errors
+from api.body import BodyReader
+from api.door import Door
+from api.hints import Hints
+from api.middleware import Edge
+from api.pool import Pool
+from api.present import Presenter
+from api.routes import events, health, jobs, metrics, models, submit
+from api.services import Services
+from api.sql import Sql
+from api.waiters import Waiters
+from jobs.celery_app import make_app
+from jobs.database import Database
+from jobs.redis_client import connect_async
+from jobs.settings import Settings
+
+CPU_THREADS = 2  # more only take turns at the interpreter's lock
+MAX_CPU_WAITING = 256
+CPU_TIMEOUT_S = 30.0
+MAX_SQL_WAITING = 4096
+SQL_TIMEOUT_S = 20.0  # the database's own limits, of about 15 s, come first
+MAX_WAITERS = 4096
+BODY_BUDGET = 16  # largest bodies that may be in memory at once
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application. Loads the tokenizers; raises by name if a model's folder is unreadable."""
+    services = _wire(settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        services.hints.start()
+        tasks = [
+            asyncio.create_task(services.waiters.listen(settings)),
+            asyncio.create_task(services.waiters.reread(services.sql)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await services.close()
+
+    # docs and schema routes off: every route is one that docs/http.md lists with its purpose
+    app = FastAPI(
+        title="Tokenmill",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        routes=[
+            route
+            for module in (submit, jobs, events, models, health, metrics)
+            for route in module.router.routes
+        ],
+    )
+    app.state.services = services
+    app.add_middleware(Edge)
+    errors.install(app)
+    return app
+
+
+def _wire(settings: Settings) -> Services:
+    database = Database(settings.database_url, pool_size=settings.database_pool)
+    statements = Pool(
+        "the database",
+        threads=settings.database_pool,
+        max_waiting=MAX_SQL_WAITING,
+        timeout_s=SQL_TIMEOUT_S,
+    )
+    return Services(
+        settings=settings,
+        door=Door.open(settings),
+        waiters=Waiters(MAX_WAITERS),
+        hints=Hints(settings, database, make_app(settings)),
+        bodies=BodyReader(
+            settings.max_body_bytes, budget_bytes=BODY_BUDGET * settings.max_body_bytes
+        ),
+        sql=Sql(database, statements),
+        presenter=Presenter(),
+        redis=connect_async(settings.redis_url),
+        cpu=Pool(
+            "the door check",
+            threads=CPU_THREADS,
+            max_waiting=MAX_CPU_WAITING,
+            timeout_s=CPU_TIMEOUT_S,
+        ),
+    )

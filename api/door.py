@@ -1,0 +1,99 @@
+"""The door check: everything about a generation that can be known to be wrong before it is stored.
+
+A value that gets past here reaches an engine that other jobs share, so nothing odd may pass. The
+worker checks again when it admits the job: its own limits may be smaller.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from api.errors import BadRequest
+from engine.sampling_params import ParameterError, SamplingParams, check_prompt
+from engine.tokenizer import Tokenizer
+from jobs import openai
+from jobs.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A generation that a model of ours can do."""
+
+    model: str
+    prompt_tokens: int
+    max_tokens: int  # of each sample, the default filled in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    name: str
+    tokenizer: Tokenizer
+    max_model_len: int  # tokens of prompt and output together
+    created: int  # epoch seconds
+
+
+class Door:
+    """The served models' tokenizers and limits. Safe to use from several threads."""
+
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        assert models
+        self.models = models
+
+    @classmethod
+    def open(cls, settings: Settings) -> "Door":
+        """Loads each model's tokenizer; an unreadable model folder stops the process by name."""
+        models = {}
+        for entry in settings.models:
+            path = Path(entry.path)
+            tokenizer = Tokenizer.load(path)
+            limit = min(settings.max_model_len or tokenizer.max_model_len, tokenizer.max_model_len)
+            models[entry.name] = ServedModel(
+                name=entry.name,
+                tokenizer=tokenizer,
+                max_model_len=limit,
+                created=int(path.stat().st_mtime),
+            )
+        return cls(models)
+
+    def check(self, url: str, body: dict[str, Any]) -> Checked:
+        """Raises BadRequest; `param` is a path inside the body ("temperature")."""
+        try:
+            return self._check(url, body)
+        except openai.BodyError as error:
+            raise BadRequest(str(error), param=error.param) from None
+        except ParameterError as error:
+            param = error.param
+            if param == "prompt" and url == "/v1/chat/completions":
+                param = "messages"  # the prompt of a chat is made of them
+            raise BadRequest(str(error), param=param) from None
+
+    def _check(self, url: str, body: dict[str, Any]) -> Checked:
+        generation = openai.parse(url, body)
+        model = self.models.get(generation.model)
+        if model is None:
+            served = ", ".join(sorted(self.models))
+            raise BadRequest(
+                f"model {generation.model[:100]!r} is not served here; served: {served}",
+                param="model",
+                code="model_not_found",
+            )
+        if generation.messages is not None:
+            prompt_ids = model.tokenizer.encode_chat(generation.messages)
+        elif isinstance(generation.prompt, str):
+            prompt_ids = model.tokenizer.encode(generation.prompt)
+        else:
+            prompt_ids = list(generation.prompt or ())
+        # at least 1, so that a prompt without room for output is refused for its own length
+        room = max(1, model.max_model_len - len(prompt_ids))
+        max_tokens = room if generation.max_tokens is None else generation.max_tokens
+        params = SamplingParams(**generation.options, max_tokens=max_tokens)
+        check_prompt(
+            prompt_ids,
+            params,
+            vocab_size=model.tokenizer.vocab_size,
+            max_model_len=model.max_model_len,
+        )
+        return Checked(
+            model=model.name, prompt_tokens=len(prompt_ids), max_tokens=params.max_tokens
+        )

@@ -1,0 +1,142 @@
+"""The one shape every refusal has: {"error": {"message", "type", "param", "code"}}, all four keys.
+
+    ApiError
+    ├── BadRequest          400  the client must change `param`
+    ├── NotFound            404
+    ├── Conflict            409  never retried: the reply says so to clients that retry on 409
+    ├── BodyTooLarge        413
+    └── Unavailable         503  try again after `Retry-After` seconds
+        └── Overloaded      429
+
+Knows HTTP only; what is wrong with a job is decided elsewhere.
+"""
+
+import re
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """A refusal; `status` and the four fields of the error object."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = {}
+
+
+class BadRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class Conflict(ApiError):
+    status = 409
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        # OpenAI's client repeats a 409 unless it is told not to; this conflict never goes away
+        self.headers["x-should-retry"] = "false"
+
+
+class BodyTooLarge(ApiError):
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code or "body_too_large")
+
+
+class Unavailable(ApiError):
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.headers["retry-after"] = str(RETRY_AFTER_S)
+
+
+class Overloaded(Unavailable):
+    status = 429
+    type = "rate_limit_error"
+
+
+def json_response(
+    content: object, *, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    body = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return json_response({"error": body}, status=error.status, headers=error.headers)
+
+
+def internal_error() -> Response:
+    """What a client sees of a fault of ours: no trace, no path, no SQL."""
+    return error_response(ApiError("an internal error occurred", code="internal_error"))
+
+
+def install(app: FastAPI) -> None:
+    """Answer every refusal of ours, of FastAPI and of the router in the one shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_query_error)
+
+
+def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    path, method = request.url.path, request.method
+    if error.status_code == 404:
+        refusal: ApiError = NotFound(f"no such path: {path}", code="unknown_path")
+    elif error.status_code == 405:
+        allowed = headers.get("allow") or headers.get("Allow") or ""
+        refusal = NotFound(f"{method} is not allowed here, only {allowed}", code="method")
+        refusal.status = 405
+    else:
+        refusal = ApiError(str(error.detail))
+        refusal.status = error.status_code
+        refusal.type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    refusal.headers.update(headers)
+    return error_response(refusal)
+
+
+def _on_query_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    return error_response(BadRequest(f"{param} {as_predicate(first['msg'])}", param=param))
+
+
+def as_predicate(message: str) -> str:
+    """A sentence of pydantic ("Input should be …") as the end of one of ours ("must be …")."""
+    message = re.sub(r"^[A-Z]\w+ should ", "must ", message).removesuffix(", not more")
+    return message.replace("a valid dictionary", "an object").replace(" after validation", "")

@@ -1,0 +1,67 @@
+"""The API's process: uvicorn around `api.app`, until SIGINT or SIGTERM."""
+
+import logging
+import signal
+import socket
+import threading
+
+import uvicorn
+from fastapi import FastAPI
+
+from api.app import create_app
+from api.services import Services
+from jobs.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5  # for replies under way; long-polls and streams are ended at once
+MAX_CONNECTIONS_WAITING = 2048
+
+
+class Server(uvicorn.Server):
+    """Ends the waiting of its clients before it waits for its clients to end."""
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        self.app = app
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            backlog=MAX_CONNECTIONS_WAITING,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # nothing here trusts where a client says it comes from
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for listening in server.sockets:
+                host, port = listening.getsockname()[:2]
+                logger.info("API listening: host=%s port=%s", host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        services = getattr(self.app.state, "services", None)
+        if isinstance(services, Services):
+            services.waiters.close()
+        await super().shutdown(sockets)
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM, then return. Raises SystemExit if the start fails."""
+    server = Server(create_app(settings), settings)
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn stops on these, then raises them again for whoever handled them before: that
+        # would end the process as killed by a signal, where it has ended in good order
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, _ignore)
+    server.run()
+    if not server.started:
+        raise SystemExit(3)
+
+
+def _ignore(signal_number: int, frame: object) -> None:
+    return

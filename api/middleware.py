@@ -1,0 +1,48 @@
+"""The outermost layer: an id on every reply, and no trace of ours in any of them.
+
+Plain ASGI, because Starlette's own catch-all stands outside everything a framework can add.
+"""
+
+import logging
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.errors import internal_error
+
+logger = logging.getLogger(__name__)
+
+
+class Edge:
+    """Stamps `x-request-id` on each reply and turns an unforeseen exception into a plain 500.
+
+    The id is always made here: a client's own `x-request-id` may repeat, ours must not.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        started = False
+
+        async def stamped(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, stamped)
+        except Exception:
+            logger.exception("request %s failed: path=%r", request_id, scope["path"])
+            if started:
+                raise  # half a reply is out: only a broken connection tells the client so
+            await internal_error()(scope, receive, stamped)

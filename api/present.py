@@ -1,0 +1,81 @@
+"""A job's row as the job object of the API, with where it stands and when it may end."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection
+
+from jobs.forecast import Forecast, forecast
+from jobs.lifecycle import TERMINAL, JobState
+from jobs.records import JobRecord
+
+FRESH_S = 0.5
+
+
+class Presenter:
+    """Builds job objects. Keeps each model's forecast for FRESH_S. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forecasts: dict[str, Forecast] = {}
+
+    def objects(
+        self, records: Sequence[JobRecord], connection: Connection, now: float
+    ) -> list[dict[str, Any]]:
+        return [self._object(connection, record, now) for record in records]
+
+    def _object(self, connection: Connection, record: JobRecord, now: float) -> dict[str, Any]:
+        position, eta_s = None, None
+        if not record.ended:
+            seen = self._forecast(connection, record, now)
+            position = seen.position(record.id) if record.state == JobState.QUEUED else None
+            eta_s = seen.eta_s(record, now)
+        return job_object(record, position, eta_s)
+
+    def _forecast(self, connection: Connection, record: JobRecord, now: float) -> Forecast:
+        with self._lock:
+            seen = self._forecasts.get(record.model)
+        if seen is None or seen.taken_at < max(now - FRESH_S, record.created_at):
+            seen = forecast(connection, record.model, now)
+            with self._lock:
+                self._forecasts[record.model] = seen
+        return seen
+
+
+def job_object(
+    record: JobRecord, queue_position: int | None, eta_s: tuple[float, float] | None
+) -> dict[str, Any]:
+    """Every field is listed: nothing of the row is shown that is not meant to be."""
+    response = None
+    if record.output is not None:
+        request_id = "req_" + record.id.removeprefix("job_")
+        response = {"status_code": 200, "request_id": request_id, "body": record.output}
+    return {
+        "id": record.id,
+        "object": "job",
+        "custom_id": record.custom_id,
+        "url": record.url,
+        "model": record.model,
+        "status": str(record.state),
+        "priority": record.priority,
+        "attempt": record.attempt,
+        "max_attempts": record.max_attempts,
+        "batch_id": record.batch_id,
+        "metadata": record.metadata,
+        "created_at": record.created_at,
+        "started_at": record.started_at,
+        "first_token_at": record.first_token_at,
+        "finished_at": record.finished_at,
+        "deadline_at": record.deadline_at,
+        "queue_position": queue_position,
+        "eta_s": None if eta_s is None else {"low": round(eta_s[0], 3), "high": round(eta_s[1], 3)},
+        "response": response,
+        "error": record.error,
+        "usage": record.usage,
+        "timings": record.timings,
+    }
+
+
+def is_ended(job: dict[str, Any]) -> bool:
+    return job["status"] in TERMINAL

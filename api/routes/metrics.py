@@ -1,0 +1,107 @@
+"""GET /metrics: the deployment's counts in Prometheus' text form.
+
+Jobs are counted in SQL; what the engines do is what each live worker said at its last beat, so its
+values are up to one beat old, and end with the worker.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from fastapi import APIRouter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+from sqlalchemy import Connection
+from starlette.responses import Response
+
+from api.services import ServicesDep
+from jobs import store
+from jobs.forecast import Backlog, backlogs
+from jobs.lifecycle import JobState
+from jobs.records import WorkerRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# what a worker says : our name without the prefix, and what it means
+GAUGES = {
+    "num_running": ("engine_running_sequences", "Sequences that hold KV blocks."),
+    "num_waiting": ("engine_waiting_sequences", "Sequences in the engine without KV blocks."),
+    "last_step_seqs": ("engine_batch_sequences", "Sequences in the last step."),
+    "last_step_tokens": ("engine_batch_tokens", "Tokens computed in the last step."),
+    "peak_step_seqs": ("engine_batch_sequences_peak", "Most sequences in one step."),
+    "num_blocks": ("engine_kv_blocks", "Blocks of the KV cache."),
+    "num_free_blocks": ("engine_kv_blocks_free", "Blocks of the KV cache in no sequence's hold."),
+}
+COUNTERS = {
+    "num_steps": ("engine_steps", "Steps of the engine."),
+    "num_preemptions": ("engine_preemptions", "Sequences that lost their blocks to another."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted sequences."),
+    "cached_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
+    "generated_tokens": ("generated_tokens", "Tokens generated."),
+}
+
+router = APIRouter()
+
+
+@router.get("/metrics")
+async def metrics(services: ServicesDep) -> Response:
+    snapshot = await services.sql.read(Snapshot)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(snapshot)
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE)
+
+
+class Snapshot(Collector):
+    """What one scrape shows."""
+
+    def __init__(self, connection: Connection, now: float) -> None:
+        self.now = now
+        self.counts = store.counts(connection)
+        self.backlogs = backlogs(connection)
+        self.workers = store.live_workers(connection, now)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _jobs(self.counts)
+        yield from _queue({model for model, _ in self.counts}, self.backlogs, self.now)
+        yield from _engines(self.workers)
+
+
+def _jobs(counts: dict[tuple[str, JobState], int]) -> Iterator[Metric]:
+    jobs = GaugeMetricFamily("tokenmill_jobs", "Jobs by state.", labels=["model", "state"])
+    for model in sorted({model for model, _ in counts}):
+        for state in JobState:  # a state that nobody is in is 0, not a gap in the graph
+            jobs.add_metric([model, state], counts.get((model, state), 0))
+    yield jobs
+
+
+def _queue(models: set[str], backlogs: dict[str, Backlog], now: float) -> Iterator[Metric]:
+    labels = ["model"]
+    age = GaugeMetricFamily(
+        "tokenmill_queue_age_seconds", "Age of the oldest queued job.", labels=labels
+    )
+    prompt = GaugeMetricFamily(
+        "tokenmill_waiting_prompt_tokens", "Prompt tokens of queued jobs.", labels=labels
+    )
+    output = GaugeMetricFamily(
+        "tokenmill_waiting_max_tokens", "Most tokens queued jobs may generate.", labels=labels
+    )
+    for model in sorted(models):
+        backlog = backlogs.get(model, Backlog(now, 0, 0))
+        age.add_metric([model], max(0.0, now - backlog.oldest_created_at))
+        prompt.add_metric([model], backlog.prompt_tokens)
+        output.add_metric([model], backlog.max_tokens)
+    yield from (age, prompt, output)
+
+
+def _engines(workers: Sequence[WorkerRecord]) -> Iterator[Metric]:
+    labels = ["model", "worker"]
+    live = GaugeMetricFamily("tokenmill_workers", "Workers whose lease stands.", labels=["model"])
+    for model in sorted({worker.model for worker in workers}):
+        live.add_metric([model], sum(worker.model == model for worker in workers))
+    yield live
+    for families, kind in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
+        for stat, (name, meaning) in families.items():
+            family = kind(f"tokenmill_{name}", meaning, labels=labels)
+            for worker in workers:
+                if stat in worker.stats:
+                    family.add_metric([worker.model, worker.id], worker.stats[stat])
+            yield family

@@ -1,0 +1,223 @@
+"""What is wrong with a job is said at the door: 400, naming the field and its bound."""
+
+import json
+
+import pytest
+
+from tests.api.conftest import MODEL, chat, completion, error_of, serving
+from tests.tiny_llama import MAX_MODEL_LEN, VOCAB_SIZE
+
+HUGE = 10**400
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory, valkey_server, tiny_llama_dir):
+    """One server for the whole table: nothing in it is ever stored."""
+    from jobs.settings import ModelEntry, Settings
+    from migrations import upgrade
+
+    url = f"sqlite:///{tmp_path_factory.mktemp('door') / 'tokenmill.db'}"
+    upgrade(url)
+    settings = Settings(
+        database_url=url,
+        redis_url=valkey_server.url,
+        models=(ModelEntry(name=MODEL, path=str(tiny_llama_dir)),),
+        port=0,
+    )
+    with serving(settings) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_stored(door):
+    yield
+    assert door.get("/v1/jobs").json()["data"] == []
+
+
+def refusal(door, content: bytes) -> dict:
+    headers = {"content-type": "application/json"}
+    reply = door.post("/v1/jobs", content=content, headers=headers)
+    assert reply.status_code == 400, reply.text
+    error = error_of(reply)
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+BODIES = [
+    # values out of bounds: the field, and what the message must say
+    (completion(model="gpt-5"), "body.model", MODEL),
+    (completion(model=""), "body.model", "empty"),
+    (completion(model=None), "body.model", "model"),
+    (completion(prompt=""), "body.prompt", "empty"),
+    (completion(prompt=[]), "body.prompt", "at least 1"),
+    (completion(prompt=[""]), "body.prompt", "empty"),
+    (completion(prompt=None), "body.prompt", "prompt"),
+    (completion(prompt=["a", "b"]), "body.prompt", "one prompt"),
+    (completion(prompt=[-1]), "body.prompt", "-1"),
+    (completion(prompt=[5, VOCAB_SIZE]), "body.prompt", str(VOCAB_SIZE)),
+    (completion(prompt=[2**31]), "body.prompt", str(VOCAB_SIZE)),
+    (completion(prompt=[2**63]), "body.prompt", str(VOCAB_SIZE)),
+    (completion(prompt=[1.0]), "body.prompt", "1.0"),
+    (completion(prompt=[True]), "body.prompt", "True"),
+    (completion(prompt=[None]), "body.prompt", "None"),
+    (completion(prompt=[1] * MAX_MODEL_LEN), "body.prompt", str(MAX_MODEL_LEN)),
+    (completion(prompt=[1] * 10, max_tokens=MAX_MODEL_LEN), "body.max_tokens", str(MAX_MODEL_LEN)),
+    (completion(max_tokens=0), "body.max_tokens", "[1,"),
+    (completion(max_tokens=-1), "body.max_tokens", "[1,"),
+    (completion(max_tokens=2**31), "body.max_tokens", "[1,"),
+    (completion(max_tokens=4.0), "body.max_tokens", "integer"),
+    (completion(temperature=-1), "body.temperature", "[0, 2]"),
+    (completion(temperature=1e6), "body.temperature", "[0, 2]"),
+    (completion(temperature="NaN"), "body.temperature", "number"),
+    (completion(temperature=True), "body.temperature", "number"),
+    (completion(top_p=0), "body.top_p", "(0, 1]"),
+    (completion(top_p=1.0001), "body.top_p", "[0, 1]"),
+    (completion(top_k=-2), "body.top_k", "[-1,"),
+    (completion(min_p=-0.1), "body.min_p", "[0, 1]"),
+    (completion(n=0), "body.n", "[1, 16]"),
+    (completion(n=17), "body.n", "[1, 16]"),
+    (completion(n=True), "body.n", "integer"),
+    (completion(seed=-1), "body.seed", "[0,"),
+    (completion(seed=2**63), "body.seed", "[0,"),
+    (completion(min_tokens=5), "body.min_tokens", "[0, 4]"),
+    (completion(stop=[""]), "body.stop", "non-empty"),
+    (completion(stop=["x"] * 17), "body.stop", "16"),
+    (completion(stop=["x" * 257]), "body.stop", "256"),
+    (completion(stop_token_ids=[VOCAB_SIZE]), "body.stop_token_ids", str(VOCAB_SIZE)),
+    (completion(ignore_eos=1), "body.ignore_eos", "true or false"),
+    (completion(stream=True), "body.stream", "not supported"),
+    (completion(temprature=1), "body.temprature", "not a field"),
+    (completion(logit_bias={"1": 5}), "body.logit_bias", "not supported"),
+    (chat(messages=[]), "body.messages", "1 to"),
+    (chat(messages="hello"), "body.messages", "list"),
+    (chat(messages=["hello"]), "body.messages[0]", "object"),
+    (chat(messages=[{"role": "user"}]), "body.messages[0].content", "string"),
+    (chat(messages=[{"role": "user", "content": 5}]), "body.messages[0].content", "string"),
+    (chat(messages=[{"role": "king", "content": ""}]), "body.messages[0].role", "one of"),
+    (
+        chat(messages=[{"role": "user", "content": "a", "mood": "good"}]),
+        "body.messages[0].mood",
+        "not a field",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": "the fox " * MAX_MODEL_LEN}]),
+        "body.messages",
+        str(MAX_MODEL_LEN),
+    ),
+    (chat(prompt="hello"), "body.prompt", "not a field"),
+    # the envelope
+    ({"url": "/v1/completions"}, "body", "required"),
+    ({"body": completion()["body"]}, "url", "required"),
+    (completion() | {"url": "/v1/embeddings"}, "url", "/v1/completions"),
+    (completion() | {"url": 5}, "url", "/v1/completions"),
+    (completion() | {"body": []}, "body", "object"),
+    (completion() | {"method": "GET"}, "method", "POST"),
+    (completion() | {"colour": "red"}, "colour", "not a field"),
+    (completion() | {"priority": 11}, "priority", "10"),
+    (completion() | {"priority": -11}, "priority", "-10"),
+    (completion() | {"priority": 1.0}, "priority", "integer"),
+    (completion() | {"priority": True}, "priority", "integer"),
+    (completion() | {"priority": None}, "priority", "integer"),
+    (completion() | {"deadline_s": 0}, "deadline_s", "greater than 0"),
+    (completion() | {"deadline_s": -5}, "deadline_s", "greater than 0"),
+    (completion() | {"deadline_s": 10**9}, "deadline_s", "2592000"),
+    (completion() | {"deadline_s": "60"}, "deadline_s", "number"),
+    (completion() | {"max_attempts": 0}, "max_attempts", "1"),
+    (completion() | {"max_attempts": 101}, "max_attempts", "100"),
+    (completion() | {"custom_id": ""}, "custom_id", "1 character"),
+    (completion() | {"custom_id": "é" * 129}, "custom_id", "256 bytes"),
+    (completion() | {"custom_id": 5}, "custom_id", "string"),
+    (completion() | {"metadata": []}, "metadata", "object"),
+    (completion() | {"metadata": {"k": 1}}, "metadata.k", "string"),
+    (completion() | {"metadata": {"k" * 65: "v"}}, "metadata." + "k" * 65, "64"),
+    (completion() | {"metadata": {"k": "v" * 513}}, "metadata.k", "512"),
+    (completion() | {"metadata": {str(i): "v" for i in range(17)}}, "metadata", "16"),
+]
+
+
+@pytest.mark.parametrize(("job", "param", "says"), BODIES)
+def test_a_bad_value_is_refused_by_name(door, job, param, says):
+    error = refusal(door, json.dumps(job).encode())
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def raw(value: str, *, at: str = "temperature") -> bytes:
+    job = json.dumps(completion(**{at: "PLACE"}))
+    return job.replace('"PLACE"', value).encode()
+
+
+JSON = [
+    (raw("NaN"), "body.temperature"),
+    (raw("-Infinity"), "body.temperature"),
+    (raw("1e999"), "body.temperature"),
+    (raw(f"{HUGE}"), "body.temperature"),
+    (raw("1" * 5000, at="seed"), "body.seed"),
+    (raw("[" * 31 + "]" * 31, at="prompt"), "body.prompt" + "[0]" * 30),
+    (raw("[" * 100_000 + "]" * 100_000, at="prompt"), None),
+    (raw('{"a":' * 20_000 + "1" + "}" * 20_000, at="metadata"), None),
+    (raw('"\\ud800"', at="prompt"), "body.prompt"),
+    (raw('"\\u0000"', at="prompt"), "body.prompt"),
+    (raw('1, "temperature": 2'), "body.temperature"),
+    (b'{"url": "/v1/completions", "url": "/v1/completions", "body": {}}', "url"),
+    (b"", None),
+    (b"{", None),
+    (b"\xff\xfe", None),
+    (b'{"url": "\xc3\x28"}', None),
+    (b"5", None),
+    (b'"a job"', None),
+    (b"null", None),
+    (b"[5]", "[0]"),
+    (b"[[]]", "[0]"),
+]
+
+
+@pytest.mark.parametrize(("content", "param"), JSON)
+def test_json_that_two_readers_may_read_differently_is_refused(door, content, param):
+    error = refusal(door, content)
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"content-type": "text/plain"}, "content-type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, "content-type"),
+        ({"content-type": "multipart/form-data; boundary=x"}, "content-type"),
+        ({"content-type": "application/json; charset=latin-1"}, "content-type"),
+        ({"content-type": ""}, "content-type"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, "content-encoding"),
+    ],
+)
+def test_another_content_type_is_refused(door, headers, param):
+    content = json.dumps(completion()).encode()
+    reply = door.post("/v1/jobs", content=content, headers=headers)
+    assert reply.status_code == 400
+    assert error_of(reply)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("status=done", "status"),
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("limit=ten", "limit"),
+        ("colour=red", "colour"),
+        ("custom_id=", "custom_id"),
+        ("custom_id=%00", "custom_id"),
+        ("after=job_nobody", "after"),
+    ],
+)
+def test_a_bad_filter_is_refused_by_name(door, query, param):
+    reply = door.get(f"/v1/jobs?{query}")
+    assert reply.status_code == 400
+    assert error_of(reply)["param"] == param
+
+
+@pytest.mark.parametrize("wait", ["-1", "61", "NaN", "inf", "soon"])
+def test_a_wait_is_0_to_60_seconds(door, wait):
+    reply = door.get(f"/v1/jobs/job_x?wait={wait}")
+    assert reply.status_code == 400
+    assert error_of(reply)["param"] == "wait"

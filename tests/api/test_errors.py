@@ -1,0 +1,61 @@
+"""Whatever goes wrong is said in one shape, with an id, and nothing of ours shows."""
+
+import contextlib
+import logging
+
+import pytest
+
+from tests.api.conftest import completion, error_of, serving, submit
+
+
+def test_an_unknown_path_is_not_found(sqlite_client):
+    reply = sqlite_client.get("/v1/engines")
+    assert reply.status_code == 404
+    assert error_of(reply)["type"] == "invalid_request_error"
+    assert sqlite_client.get("/v1/jobs/").status_code == 404  # no redirect either
+
+
+def test_another_method_is_refused_naming_those_allowed(sqlite_client):
+    for path, method in (("/v1/jobs", "DELETE"), ("/v1/models", "POST"), ("/metrics", "PUT")):
+        reply = sqlite_client.request(method, path)
+        assert reply.status_code == 405
+        assert reply.headers["allow"]
+        assert method in error_of(reply)["message"]
+
+
+def test_every_reply_has_its_own_id(sqlite_client):
+    paths = ("/v1/jobs", "/v1/models", "/health/live", "/health/ready", "/metrics", "/nowhere")
+    replies = [sqlite_client.get(path) for path in paths]
+    replies.append(sqlite_client.post("/v1/jobs", json=completion()))
+    ids = {reply.headers["x-request-id"] for reply in replies}
+    assert len(ids) == len(replies)
+
+
+def test_a_fault_of_ours_shows_no_trace(sqlite_settings, monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise RuntimeError("canary: SELECT * FROM secrets")
+
+    with serving(sqlite_settings) as client:
+        monkeypatch.setattr("jobs.store.list_jobs", broken)
+        with caplog.at_level(logging.ERROR):
+            reply = client.get("/v1/jobs")
+        assert reply.status_code == 500
+        assert error_of(reply)["code"] == "internal_error"
+        assert "canary" not in reply.text
+        assert "Traceback" not in reply.text
+        # the log has it, under the id that the client was given
+        (record,) = [each for each in caplog.records if each.name == "api.middleware"]
+        assert reply.headers["x-request-id"] in record.getMessage()
+        assert "canary" in caplog.text
+        assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("attempt", ["a prompt nobody may read", "ein zweites Geheimnis"])
+def test_no_prompt_is_ever_logged(sqlite_settings, caplog, attempt):
+    with caplog.at_level(logging.DEBUG), serving(sqlite_settings) as client:
+        submit(client, completion(prompt=attempt))
+        client.post("/v1/jobs", json=completion(prompt=attempt, temperature=-1))
+        with contextlib.suppress(ValueError):
+            client.get("/v1/jobs").json()
+    ours = [each.getMessage() for each in caplog.records if not each.name.startswith("httpx")]
+    assert not [line for line in ours if attempt in line]

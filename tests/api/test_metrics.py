@@ -1,0 +1,67 @@
+"""GET /metrics, read as Prometheus reads it."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jobs import claims
+from tests.api.conftest import MODEL, completion, submit
+
+STATS = {
+    "num_steps": 120.0,
+    "num_running": 3.0,
+    "num_waiting": 1.0,
+    "num_blocks": 64.0,
+    "num_free_blocks": 60.0,
+    "num_preemptions": 2.0,
+    "prompt_tokens": 400.0,
+    "cached_tokens": 100.0,
+    "generated_tokens": 900.0,
+    "last_step_seqs": 3.0,
+    "last_step_tokens": 17.0,
+    "peak_step_seqs": 8.0,
+}
+
+
+def samples(client) -> dict[tuple, float]:
+    reply = client.get("/metrics")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(reply.text)
+        for sample in family.samples
+    }
+
+
+def test_jobs_are_counted_by_state_and_model(client, hands):
+    submit(client, completion(max_tokens=7))
+    hands.finish(hands.claim(submit(client)["id"]))
+    seen = samples(client)
+    assert seen["tokenmill_jobs", "queued", MODEL] == 1
+    assert seen["tokenmill_jobs", "succeeded", MODEL] == 1
+    assert seen["tokenmill_jobs", "failed", MODEL] == 0
+    assert seen["tokenmill_waiting_max_tokens", MODEL] == 7
+    assert seen["tokenmill_waiting_prompt_tokens", MODEL] > 0
+    assert seen["tokenmill_queue_age_seconds", MODEL] >= 0
+    assert seen["tokenmill_workers", MODEL] == 1
+
+
+def test_engines_show_what_their_workers_said(client, hands):
+    hands.call(claims.beat, hands.worker_id, lease_s=30, stats=STATS, checkpoints={}, held=[])
+    seen = samples(client)
+    label = (MODEL, hands.worker_id)
+    assert seen["tokenmill_engine_steps_total", *label] == 120
+    assert seen["tokenmill_engine_batch_sequences", *label] == 3
+    assert seen["tokenmill_engine_kv_blocks", *label] == 64
+    assert seen["tokenmill_engine_kv_blocks_free", *label] == 60
+    assert seen["tokenmill_engine_preemptions_total", *label] == 2
+    assert seen["tokenmill_prompt_tokens_total", *label] == 400
+    assert seen["tokenmill_prefix_hit_tokens_total", *label] == 100
+    assert seen["tokenmill_generated_tokens_total", *label] == 900
+
+
+def test_every_name_is_ours_and_has_a_meaning(sqlite_client, hands):
+    submit(sqlite_client)
+    text = sqlite_client.get("/metrics").text
+    for family in text_string_to_metric_families(text):
+        assert family.name.startswith("tokenmill_")
+        assert family.documentation

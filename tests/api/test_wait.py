@@ -1,0 +1,159 @@
+"""Long-polls: woken by the end, by the safety net, by the shutdown, or by the clock."""
+
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+from api.waiters import REREAD_S
+from cli.servers import Valkey
+from jobs.settings import ModelEntry, Settings
+from tests.api.conftest import MODEL, error_of, hands_on, process, serving, submit, until
+
+
+class Waiting:
+    """A GET with `wait` in a thread of its own."""
+
+    def __init__(self, client: httpx.Client, job_id: str, wait: float) -> None:
+        self.client = client
+        self.url = f"/v1/jobs/{job_id}?wait={wait}"
+        self.thread = threading.Thread(target=self._get)
+        self.start = time.monotonic()
+        self.thread.start()
+
+    def _get(self) -> None:
+        self.reply = self.client.get(self.url, timeout=90)
+        self.seconds = time.monotonic() - self.start
+
+    def join(self) -> httpx.Response:
+        self.thread.join(90)
+        return self.reply
+
+
+def test_a_wait_ends_when_the_job_does(client, hands):
+    job = submit(client)
+    claimed = hands.claim(job["id"])
+    waiting = Waiting(client, job["id"], 30)
+    time.sleep(0.5)
+    hands.finish(claimed)
+    assert waiting.join().json()["status"] == "succeeded"
+    assert 0.5 <= waiting.seconds < 10
+
+
+def test_the_news_comes_at_once_by_redis(sqlite_client, hands, monkeypatch):
+    monkeypatch.setattr("api.waiters.REREAD_S", 60.0)  # takes the safety net away
+    job = submit(sqlite_client)
+    claimed = hands.claim(job["id"])
+    time.sleep(REREAD_S + 0.5)  # past the first re-read
+    waiting = Waiting(sqlite_client, job["id"], 30)
+    time.sleep(0.5)
+    hands.finish(claimed)
+    assert waiting.join().json()["status"] == "succeeded"
+    assert waiting.seconds < 10
+
+
+def test_a_lost_hint_only_delays_the_news(client, hands):
+    job = submit(client)
+    claimed = hands.claim(job["id"])
+    waiting = Waiting(client, job["id"], 30)
+    time.sleep(0.3)
+    hands.finish(claimed, announce=False)
+    assert waiting.join().json()["status"] == "succeeded"
+    assert waiting.seconds < 10
+
+
+def test_a_cancel_wakes_who_waits(client):
+    job = submit(client)
+    waiting = Waiting(client, job["id"], 30)
+    time.sleep(0.3)
+    client.post(f"/v1/jobs/{job['id']}/cancel")
+    assert waiting.join().json()["status"] == "cancelled"
+    assert waiting.seconds < 10
+
+
+def test_a_wait_that_is_over_answers_with_the_state_of_now(client):
+    job = submit(client)
+    waiting = Waiting(client, job["id"], 1)
+    assert waiting.join().json()["status"] == "queued"
+    assert 1 <= waiting.seconds < 10
+
+
+def test_a_wait_for_an_ended_job_does_not_wait(client, hands):
+    job = submit(client)
+    hands.finish(hands.claim(job["id"]))
+    waiting = Waiting(client, job["id"], 30)
+    assert waiting.join().json()["status"] == "succeeded"
+    assert waiting.seconds < 10
+
+
+def test_sixty_waiters_are_all_woken(sqlite_client, hands):
+    jobs = [submit(sqlite_client) for _ in range(20)]
+    claims = [hands.claim(job["id"]) for job in jobs]
+    waiting = [Waiting(sqlite_client, job["id"], 30) for job in jobs * 3]
+    time.sleep(0.5)
+    for claimed in claims:
+        hands.finish(claimed)
+    assert {each.join().json()["status"] for each in waiting} == {"succeeded"}
+    assert max(each.seconds for each in waiting) < 20
+
+
+def test_too_many_waiters_are_told_to_come_back(sqlite_settings, monkeypatch):
+    monkeypatch.setattr("api.app.MAX_WAITERS", 1)
+    with serving(sqlite_settings) as client:
+        job = submit(client)
+        waiting = Waiting(client, job["id"], 2)
+        time.sleep(0.5)
+        reply = client.get(f"/v1/jobs/{job['id']}?wait=1")
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert error_of(reply)["code"] == "overloaded"
+        assert client.get(f"/v1/jobs/{job['id']}").status_code == 200
+        assert waiting.join().status_code == 200
+        # and its place is free again
+        assert client.get(f"/v1/jobs/{job['id']}?wait=0.1").status_code == 200
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_shutdown_answers_waiters_and_exits_in_good_order(sqlite_settings, signal_number):
+    with process(sqlite_settings) as (client, child):
+        job = submit(client)
+        waiting = Waiting(client, job["id"], 60)
+        time.sleep(0.5)
+        child.send_signal(signal_number)
+        reply = waiting.join()
+        assert reply.status_code == 200
+        assert reply.json()["status"] == "queued"
+        assert child.wait(15) == 0
+        assert waiting.seconds < 15
+
+
+def test_everything_works_while_redis_is_away(database_url, tiny_llama_dir, tmp_path):
+    valkey = Valkey(tmp_path / "valkey", persist=False)
+    valkey.start()
+    settings = Settings(
+        database_url=database_url,
+        redis_url=valkey.url,
+        models=(ModelEntry(name=MODEL, path=str(tiny_llama_dir)),),
+    )
+    with process(settings) as (client, _), hands_on(settings) as hands:
+        hands.register()
+        before = submit(client)
+        valkey.kill()
+        claimed = hands.claim(before["id"])
+        waiting = Waiting(client, before["id"], 30)
+        time.sleep(0.3)
+        after = [submit(client) for _ in range(20)]
+        assert client.post(f"/v1/jobs/{after[0]['id']}/cancel").json()["status"] == "cancelled"
+        hands.finish(claimed, announce=False)
+        assert waiting.join().json()["status"] == "succeeded"
+        assert waiting.seconds < 15
+        listed = client.get("/v1/jobs", params={"status": "queued"}).json()["data"]
+        assert len(listed) == 19
+        ready = client.get("/health/ready")
+        assert ready.status_code == 503
+        assert [each["code"] for each in ready.json()["reasons"]] == ["redis"]
+        valkey.start()
+        until(lambda: client.get("/health/ready").status_code == 200)
+        valkey.stop()
