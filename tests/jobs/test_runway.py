@@ -1,0 +1,178 @@
+"""SQL is the backlog, Redis a short runway of ids."""
+
+import time
+
+import pytest
+
+from cli.servers import Valkey
+from jobs import claims, store
+from jobs.celery_app import GENERATE_TASK, RUN_TASK, make_app, queue_for, quick_connection
+from jobs.database import Database
+from jobs.runway import Runway, RunwayDown
+from jobs.settings import ModelEntry, Settings
+from tests.jobs.conftest import MODEL, new_job
+
+SECRET = "the prompt nobody but the row may hold"
+
+
+def make_settings(redis_url, **values):
+    models = tuple(ModelEntry(name=name, path="/x") for name in (MODEL, "other"))
+    return Settings(**{"redis_url": redis_url, "models": models, "runway": 4} | values)
+
+
+@pytest.fixture
+def database(sqlite_url):
+    database = Database(sqlite_url)
+    yield database
+    database.dispose()
+
+
+@pytest.fixture
+def runway(valkey_url):
+    settings = make_settings(valkey_url)
+    with Runway(settings, make_app(settings)) as runway:
+        yield runway
+
+
+def submit(database, *jobs) -> list[str]:
+    with database.begin() as connection:
+        now = database.clock(connection)
+        return [record.id for record in store.submit(connection, jobs, now=now).records]
+
+
+def backdate(database, seconds: float) -> None:
+    """As if everything published so far had been published that much earlier."""
+    with database.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE jobs SET published_at = published_at - {seconds}")
+
+
+def take(runway, model=MODEL) -> list[str]:
+    """Empty the model's queue as a worker would; the task ids in the order they came."""
+    app, ids = runway._app, []
+    with quick_connection(app) as connection, connection.channel() as channel:
+        while (message := channel.basic_get(queue_for(model), no_ack=True)) is not None:
+            assert len(message.body) < 1024
+            ids.append(channel.message_to_python(message).headers["id"])
+    return ids
+
+
+def test_the_runway_is_filled_up_to_its_bound_with_the_best_jobs(database, runway):
+    plain = submit(database, *(new_job() for _ in range(6)))
+    urgent = submit(database, new_job(priority=1))
+    other = submit(database, new_job(model="other"))
+    assert runway.refill(database) == 5
+    assert runway.lengths() == {MODEL: 4, "other": 1}
+    assert runway.refill(database) == 0
+    assert take(runway) == [*urgent, *plain[:3]]
+    assert take(runway, "other") == other
+    assert runway.refill(database) == 3
+    assert take(runway) == plain[3:]
+    assert runway.refill(database) == 0
+
+
+def test_a_message_is_a_small_envelope_around_an_id(database, runway, valkey_url):
+    body = {"model": MODEL, "prompt": SECRET}
+    (job_id,) = submit(database, new_job(body=body, custom_id=SECRET))
+    runway.refill(database)
+    (raw,) = runway._redis.lrange(f"tokenmill:{queue_for(MODEL)}", 0, -1)
+    assert len(raw) < 1024
+    assert SECRET not in raw
+    (task_id,) = take(runway)
+    assert task_id == job_id
+
+
+def test_the_message_is_a_celery_task_with_the_id_as_argument(database, runway):
+    (job_id,) = submit(database, new_job())
+    runway.refill(database)
+    with (
+        quick_connection(runway._app) as connection,
+        connection.SimpleQueue(queue_for(MODEL)) as queue,
+    ):
+        message = queue.get(timeout=5)
+        message.ack()
+    assert (message.headers["task"], message.headers["id"]) == (RUN_TASK, job_id)
+    assert message.decode()[0] == [job_id]
+
+
+def test_messages_of_every_redis_priority_count(runway):
+    with quick_connection(runway._app) as connection:
+        for priority in (0, 3, 5, 9):
+            runway._app.send_task(
+                GENERATE_TASK, kwargs={}, queue=queue_for(MODEL), priority=priority,
+                connection=connection, retry=False,
+            )  # fmt: skip
+    assert runway.length(MODEL) == 4
+
+
+def test_messages_lost_with_redis_come_back_when_the_runway_is_empty(database, runway, caplog):
+    ids = submit(database, *(new_job() for _ in range(3)))
+    runway.refill(database)
+    runway._redis.flushall()
+    assert runway.refill(database) == 0, "too early to tell lost from late"
+    backdate(database, 5)
+    assert runway.refill(database) == 3
+    assert take(runway) == ids
+    assert "republished=3" in caplog.text
+
+
+def test_one_message_lost_among_many_comes_back_before_the_backlog_ends(database, runway):
+    (lost,) = submit(database, new_job())
+    runway.refill(database)
+    runway._redis.flushall()
+    later = submit(database, *(new_job() for _ in range(8)))
+    backdate(database, 6)
+    with database.begin() as connection:  # the queue is long: nothing says yet that one is lost
+        connection.exec_driver_sql("UPDATE jobs SET published_at = NULL WHERE id <> ?", (lost,))
+    for _ in range(3):
+        with quick_connection(runway._app) as connection:
+            runway._app.send_task(
+                RUN_TASK, args=["x"], queue=queue_for(MODEL), connection=connection
+            )
+    assert runway.refill(database) == 1
+    assert take(runway)[-1] == later[0]
+    with database.begin() as connection:
+        claims.claim(connection, later[:1], worker_id="w1", now=database.clock(connection))
+    assert runway.refill(database) == 4
+    assert take(runway)[0] == lost
+
+
+def test_redis_away_is_told_at_once_and_marks_nothing(database, tmp_path):
+    with Valkey(tmp_path / "valkey", persist=False) as server:
+        settings = make_settings(server.url)
+        runway = Runway(settings, make_app(settings))
+        (job_id,) = submit(database, new_job())
+        server.kill()
+        started = time.monotonic()
+        with pytest.raises(RunwayDown):
+            runway.refill(database)
+        with pytest.raises(RunwayDown):
+            runway._publish(MODEL, [job_id])
+        assert time.monotonic() - started < 5
+        with database.read() as connection:
+            assert store.get(connection, job_id).published_at is None
+        server.start()
+        assert runway.refill(database) == 1
+        assert take(runway) == [job_id]
+        runway.close()
+
+
+def test_an_error_reply_of_redis_is_runway_down_and_passes(database, tmp_path):
+    with Valkey(tmp_path / "valkey", persist=False) as server:
+        settings = make_settings(server.url)
+        with Runway(settings, make_app(settings)) as runway:
+            (job_id,) = submit(database, new_job())
+            runway._redis.config_set("min-replicas-to-write", 1)
+            with pytest.raises(RunwayDown, match="NOREPLICAS"):
+                runway.refill(database)
+            runway._redis.config_set("min-replicas-to-write", 0)
+            backdate(database, 5)
+            assert runway.refill(database) == 1
+            assert take(runway) == [job_id]
+
+
+def test_deployments_that_share_a_redis_do_not_see_each_other(database, valkey_url):
+    mine, theirs = (make_settings(valkey_url, key_prefix=prefix) for prefix in ("a:", "b:"))
+    submit(database, new_job())
+    with Runway(mine, make_app(mine)) as ours, Runway(theirs, make_app(theirs)) as others:
+        assert ours.refill(database) == 1
+        assert (ours.length(MODEL), others.length(MODEL)) == (1, 0)
