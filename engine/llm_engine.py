@@ -1,0 +1,472 @@
+"""The engine's face: requests in, text out, one step at a time.
+
+Owns the requests: which samples belong together, their text, their times. Who is computed when is
+the Scheduler's, the computing is the ModelRunner's. Not for several threads: one owns the engine.
+
+An error in a step is not caught here, but for a lack of device memory: after it the device's state
+is unknown, so the process should end and a new one take over from the last checkpoint.
+"""
+
+import gc
+import math
+import random
+import time
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.config import EngineConfig
+from engine.detokenizer import Detokenizer
+from engine.model_runner import ModelRunner
+from engine.outputs import (
+    Completion,
+    Delta,
+    EngineStats,
+    RequestOutput,
+    RequestStats,
+    RequestUpdate,
+)
+from engine.sampler import NumericalError
+from engine.sampling_params import ParameterError, SamplingParams, check_prompt
+from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.sequence import FinishReason, Sequence
+from engine.tokenizer import Tokenizer
+from engine.weights import resolve_folder
+
+
+class Runner(Protocol):
+    """What the engine needs of a ModelRunner."""
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_id: bytes
+
+    def run(self, plan: StepPlan) -> list[int | NumericalError | None]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """A sequence and the text of it."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer
+    num_seen: int = 0  # generated tokens the detokenizer has been given
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    request_id: str
+    samples: list[_Sample]
+    arrived_at: float
+    first_scheduled_at: float | None = None
+    first_token_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Totals:
+    num_steps: int = 0
+    last_step_seqs: int = 0
+    last_step_tokens: int = 0
+    peak_step_seqs: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    scheduled_tokens: int = 0
+    scheduled_seqs: int = 0
+    peak_used_blocks: int = 0
+    step_s: float = 0.0
+    run_s: float = 0.0
+
+
+class LLMEngine:
+    """A model that generates for many requests at once, in one continuously changing batch.
+
+    Add requests at any time, call `step` while `has_unfinished`; each step returns what it brought.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: abc.Callable[[], float] = time.monotonic,
+        tokenizer: Tokenizer | None = None,
+        runner: Runner | None = None,
+    ) -> None:
+        """Load the model, or share a tokenizer and a runner that are loaded already.
+
+        Raises CheckpointError, TokenizerError or ValueError when the model cannot be set up.
+        """
+        self.config = config
+        if tokenizer is None:
+            tokenizer = Tokenizer.load(resolve_folder(config.model))
+        self.tokenizer = tokenizer
+        self._runner: Runner = ModelRunner(config) if runner is None else runner
+        self.max_model_len = self._runner.max_model_len
+        self.vocab_size = self._runner.vocab_size
+        self._scheduler = Scheduler(
+            num_blocks=self._runner.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self._runner.eos_token_ids | self.tokenizer.eos_token_ids,
+            enable_prefix_caching=config.enable_prefix_caching,
+            model_id=self._runner.model_id,
+        )
+        self._clock = clock
+        self._seeds = random.Random(config.seed)
+        self._requests: dict[str, _Request] = {}
+        self._owners: dict[int, tuple[_Request, _Sample]] = {}  # by seq_id
+        self._ended_early: list[Sequence] = []  # by their checkpoint, told in the next step
+        self._totals = _Totals()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | abc.Sequence[int] | None = None,
+        params: SamplingParams = SamplingParams(max_tokens=16),  # noqa: B008 (frozen)
+        *,
+        messages: list[dict[str, Any]] | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        generated: abc.Sequence[abc.Sequence[int]] = (),
+        cache_salt: bytes = b"",
+    ) -> None:
+        """Take in a prompt (text or ids) or a chat's messages, to be scheduled from the next step.
+
+        `deadline_s` counts from now. `generated` is an earlier attempt's `checkpoint`: generation
+        goes on behind it. Requests with different salts share no prefix. Raises ParameterError;
+        then nothing has changed.
+        """
+        now = self._clock()
+        prompt_ids = self._encode(prompt, messages)
+        check_prompt(
+            prompt_ids, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+        )
+        self._check_generated(generated)
+        sequences = self._scheduler.add(
+            request_id,
+            prompt_ids,
+            params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            priority=priority,
+            deadline=_deadline(now, deadline_s),
+            generated=generated,
+            cache_salt=cache_salt,
+        )
+        samples = [
+            _Sample(sequence, Detokenizer(self.tokenizer, stop=params.stop))
+            for sequence in sequences
+        ]
+        request = _Request(request_id, samples, arrived_at=now)
+        self._requests[request_id] = request
+        self._totals.prompt_tokens += len(prompt_ids)
+        for sample in samples:
+            self._owners[sample.sequence.seq_id] = (request, sample)
+            self._take_in_tokens(sample)
+            if sample.sequence.finish_reason is not None:
+                self._ended_early.append(sample.sequence)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and free its blocks at once. None when there is no such request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._scheduler.abort(request_id)
+        for sample in request.samples:
+            self._take_in_tokens(sample)
+        return self._end(request, self._clock())
+
+    def step(self) -> list[RequestUpdate]:
+        """Compute one step; return what it brought, by request in order of the batch."""
+        started = self._clock()
+        plan, results = self._run(self._scheduler.schedule(started), started)
+        changed = self._fail_rows(plan, results)
+        tokens = [None if isinstance(result, NumericalError) else result for result in results]
+        now = self._clock()
+        changed += self._scheduler.update(plan, tokens, now)
+        changed += self._ended_early
+        self._ended_early = []
+        updates = self._updates(changed, now)
+        if not self._requests:
+            assert self._scheduler.num_free_blocks == self._scheduler.num_blocks, "leaked blocks"
+        self._totals.step_s += self._clock() - started
+        return updates
+
+    def generate(
+        self,
+        prompts: abc.Sequence[str | abc.Sequence[int]],
+        params: SamplingParams | abc.Sequence[SamplingParams],
+    ) -> list[RequestOutput]:
+        """Complete prompts, all together; outputs in the order of the prompts.
+
+        Raises ParameterError when a prompt cannot be taken; then none is computed.
+        """
+        if self._requests:
+            raise RuntimeError(f"generate() found {len(self._requests)} requests in the engine")
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
+                self.add_request(str(index), prompt, options)
+        except ValueError:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            raise
+        while self.has_unfinished:
+            for update in self.step():
+                if update.output is not None:
+                    outputs[update.request_id] = update.output
+        return [outputs[str(index)] for index in range(len(prompts))]
+
+    def checkpoint(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """The tokens each sample of an unfinished request has: enough to go on from elsewhere."""
+        return tuple(
+            tuple(sample.sequence.generated_ids) for sample in self._requests[request_id].samples
+        )
+
+    def stats(self) -> EngineStats:
+        scheduler, totals = self._scheduler, self._totals
+        free_tokens = scheduler.num_free_blocks * self.config.block_size
+        num_seqs = scheduler.num_running + scheduler.num_waiting
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+            free_seqs=max(0, self.config.max_num_seqs - num_seqs),
+            free_tokens=max(0, free_tokens - scheduler.promised_tokens),
+            num_preemptions=scheduler.num_preemptions,
+            last_step_seqs=totals.last_step_seqs,
+            last_step_tokens=totals.last_step_tokens,
+            peak_step_seqs=totals.peak_step_seqs,
+            num_steps=totals.num_steps,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            scheduled_tokens=totals.scheduled_tokens,
+            scheduled_seqs=totals.scheduled_seqs,
+            peak_used_blocks=totals.peak_used_blocks,
+            step_s=totals.step_s,
+            run_s=totals.run_s,
+        )
+
+    def check(self) -> None:
+        """Assert that the books balance."""
+        self._scheduler.check()
+        samples = [s for request in self._requests.values() for s in request.samples]
+        assert sorted(s.sequence.seq_id for s in samples) == sorted(self._owners)
+        for request in self._requests.values():
+            assert any(
+                s.sequence.finish_reason is None or s.sequence in self._ended_early
+                for s in request.samples
+            ), f"{request.request_id} has ended untold"
+
+    def _encode(
+        self, prompt: str | abc.Sequence[int] | None, messages: list[dict[str, Any]] | None
+    ) -> list[int]:
+        if (prompt is None) == (messages is None):
+            raise ParameterError("prompt", "give either a prompt or messages")
+        if messages is not None:
+            return self.tokenizer.encode_chat(messages)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        assert prompt is not None
+        return list(prompt)
+
+    def _check_generated(self, generated: abc.Sequence[abc.Sequence[int]]) -> None:
+        for token_ids in generated:
+            for token_id in token_ids:
+                if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                    raise ParameterError(
+                        "generated",
+                        f"generated ids must be integers in [0, {self.vocab_size}), "
+                        f"got {token_id!r}",
+                    )
+
+    def _run(
+        self, plan: StepPlan, now: float
+    ) -> tuple[StepPlan, list[int | NumericalError | None]]:
+        """Run the plan, or what of it the device's memory takes; returns what was run."""
+        if plan.empty:
+            return plan, []
+        for row in plan.scheduled:
+            request, _ = self._owners[row.sequence.seq_id]
+            if request.first_scheduled_at is None:
+                request.first_scheduled_at = now
+        self._count(plan)
+        started = self._clock()
+        try:
+            return plan, self._runner.run(plan)
+        except torch.OutOfMemoryError:
+            pass  # what the traceback holds is freed only once we are out of here
+        finally:
+            self._totals.run_s += self._clock() - started
+        return self._run_in_less_memory(plan)
+
+    def _run_in_less_memory(
+        self, plan: StepPlan
+    ) -> tuple[StepPlan, list[int | NumericalError | None]]:
+        """Run half the plan; if even that is too much, fail the largest sequence instead.
+
+        What is left out stays uncomputed and is scheduled again. The plan's block copies have to
+        be made in any case: block tables point at the destinations already.
+        """
+        _free_memory()
+        half = _half(plan)
+        try:
+            return half, self._runner.run(half)
+        except torch.OutOfMemoryError:
+            pass
+        _free_memory()
+        largest = max((row.sequence for row in plan.scheduled), key=lambda s: s.num_tokens)
+        self._scheduler.finish(
+            largest,
+            FinishReason.ERROR,
+            error=f"resource_exhausted: no memory for a step with {largest.num_tokens} tokens",
+        )
+        self._ended_early.append(largest)
+        copies = StepPlan((), plan.block_copies)
+        return copies, self._runner.run(copies)
+
+    def _count(self, plan: StepPlan) -> None:
+        totals = self._totals
+        totals.num_steps += 1
+        totals.last_step_seqs = len(plan.scheduled)
+        totals.last_step_tokens = plan.num_tokens
+        totals.peak_step_seqs = max(totals.peak_step_seqs, totals.last_step_seqs)
+        totals.scheduled_seqs += totals.last_step_seqs
+        totals.scheduled_tokens += totals.last_step_tokens
+        used = self._scheduler.num_blocks - self._scheduler.num_free_blocks
+        totals.peak_used_blocks = max(totals.peak_used_blocks, used)
+
+    def _fail_rows(
+        self, plan: StepPlan, results: list[int | NumericalError | None]
+    ) -> list[Sequence]:
+        """End the sequences whose logits were not numbers; their neighbours go on."""
+        failed = []
+        for row, result in zip(plan.scheduled, results, strict=True):
+            if isinstance(result, NumericalError):
+                error = f"numerical_error: {result}"
+                self._scheduler.finish(row.sequence, FinishReason.ERROR, error=error)
+                failed.append(row.sequence)
+        return failed
+
+    def _updates(self, changed: list[Sequence], now: float) -> list[RequestUpdate]:
+        deltas: dict[str, list[Delta]] = {}
+        for sequence in changed:
+            owner = self._owners.get(sequence.seq_id)
+            if owner is None:  # aborted since
+                continue
+            request, sample = owner
+            deltas.setdefault(request.request_id, [])
+            delta = self._take_in_tokens(sample)
+            if delta.token_ids:
+                self._totals.generated_tokens += len(delta.token_ids)
+                if request.first_token_at is None:
+                    request.first_token_at = now
+            if delta.token_ids or delta.text:
+                deltas[request.request_id].append(delta)
+        updates = []
+        for request_id, pieces in deltas.items():
+            request = self._requests[request_id]
+            ended = all(s.sequence.finish_reason is not None for s in request.samples)
+            output = self._end(request, now) if ended else None
+            updates.append(
+                RequestUpdate(request_id=request_id, deltas=tuple(pieces), output=output)
+            )
+        return updates
+
+    def _take_in_tokens(self, sample: _Sample) -> Delta:
+        """Turn the sequence's new tokens into text; end it where a stop string is complete."""
+        sequence, detokenizer, params = sample.sequence, sample.detokenizer, sample.sequence.params
+        new_ids = sequence.token_ids[sequence.num_prompt_tokens + sample.num_seen :]
+        ended_by_id = sequence.finish_reason is FinishReason.STOP and sample.stop_reason is None
+        spoken = new_ids[:-1] if ended_by_id else new_ids
+        text = ""
+        for token_id in spoken:
+            sample.num_seen += 1
+            text += detokenizer.add([token_id], may_stop=sample.num_seen > params.min_tokens)
+        if sequence.finish_reason is not None:
+            text += detokenizer.flush()
+        sample.num_seen += len(new_ids) - len(spoken)
+        if detokenizer.stopped_by is not None:
+            if sequence.finish_reason in (None, FinishReason.LENGTH, FinishReason.STOP):
+                sample.stop_reason = detokenizer.stopped_by
+                self._scheduler.finish(sequence, FinishReason.STOP)
+        elif ended_by_id and new_ids and new_ids[-1] in params.stop_token_ids:
+            sample.stop_reason = new_ids[-1]
+        return Delta(sample_index=sequence.sample_index, token_ids=tuple(new_ids), text=text)
+
+    def _end(self, request: _Request, now: float) -> RequestOutput:
+        del self._requests[request.request_id]
+        for sample in request.samples:
+            del self._owners[sample.sequence.seq_id]
+        sequences = [sample.sequence for sample in request.samples]
+        stats = RequestStats(
+            prompt_tokens=sequences[0].num_prompt_tokens,
+            cached_tokens=sequences[0].num_cached_tokens,
+            completion_tokens=sum(s.num_generated_tokens for s in sequences),
+            num_preemptions=sum(s.num_preemptions for s in sequences),
+            arrived_at=request.arrived_at,
+            first_scheduled_at=request.first_scheduled_at,
+            first_token_at=request.first_token_at,
+            finished_at=now,
+        )
+        self._totals.cached_tokens += stats.cached_tokens
+        return RequestOutput(
+            request_id=request.request_id,
+            completions=tuple(map(_completion, request.samples)),
+            stats=stats,
+        )
+
+
+def _completion(sample: _Sample) -> Completion:
+    sequence = sample.sequence
+    assert sequence.finish_reason is not None
+    return Completion(
+        index=sequence.sample_index,
+        token_ids=tuple(sequence.generated_ids),
+        text=sample.detokenizer.text,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sample.stop_reason,
+        error=sequence.error,
+    )
+
+
+def _deadline(now: float, deadline_s: float | None) -> float | None:
+    if deadline_s is None:
+        return None
+    if type(deadline_s) not in (int, float) or not math.isfinite(deadline_s):
+        raise ParameterError(
+            "deadline_s", f"deadline_s must be a finite number, got {deadline_s!r}"
+        )
+    return now + deadline_s
+
+
+def _half(plan: StepPlan) -> StepPlan:
+    """The plan's first half of tokens, at least one; its last row may be cut short."""
+    budget = max(1, plan.num_tokens // 2)
+    rows = []
+    for row in plan.scheduled:
+        num_tokens = min(row.num_scheduled_tokens, budget)
+        if num_tokens == 0:
+            break
+        rows.append(ScheduledSequence(row.sequence, num_tokens))
+        budget -= num_tokens
+    return StepPlan(tuple(rows), plan.block_copies)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

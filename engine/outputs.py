@@ -1,0 +1,86 @@
+"""What the engine hands out: pieces of text as they come, and a request's end with its statistics.
+
+Values only; imports no torch. Times are seconds of the engine's clock, which is monotonic.
+"""
+
+from dataclasses import dataclass
+
+from engine.sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sample, ended. `token_ids` holds the stop id that ended it; `text` does not."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None  # the stop string or stop id; None for the model's own eos
+    error: str | None = None  # "code: message", with finish_reason error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """Counts of all samples together; a prompt counts once, however many samples share it."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    completion_tokens: int  # those of an earlier attempt's checkpoint included
+    num_preemptions: int
+    arrived_at: float
+    first_scheduled_at: float | None
+    first_token_at: float | None
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A request, all of whose samples have ended."""
+
+    request_id: str
+    completions: tuple[Completion, ...]  # by index
+    stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a step added to one sample. The text may lag behind the ids, never run ahead."""
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUpdate:
+    """What a step brought for one request; `output` is set once, in the last update."""
+
+    request_id: str
+    deltas: tuple[Delta, ...]
+    output: RequestOutput | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """State now, and totals since the engine was built."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    free_seqs: int  # sequences that could be added and run in the next step
+    free_tokens: int  # KV tokens neither held nor promised to unfinished sequences
+    last_step_seqs: int
+    last_step_tokens: int
+    peak_step_seqs: int
+    num_steps: int
+    num_preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    scheduled_tokens: int  # tokens computed, recomputed ones counted again
+    scheduled_seqs: int  # sum over the steps of the sequences in each
+    peak_used_blocks: int
+    step_s: float  # time in step(), of which
+    run_s: float  # time in the model runner
