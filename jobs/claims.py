@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, func, literal, null, or_, select, update
+from sqlalchemy import Connection, Row, Table, case, func, literal, null, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
@@ -94,9 +94,8 @@ def register_worker(
     """Open the lease of a new incarnation, or open it again after UnknownWorker."""
     values = {name: getattr(info, name) for name in WorkerInfo.__dataclass_fields__}
     values |= {"started_at": now, "seen_at": now, "lease_until": now + lease_s, "stats": "{}"}
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     connection.execute(
-        dialect.insert(workers)
+        _insert(connection, workers)
         .values(values)
         .on_conflict_do_update(
             index_elements=[workers.c.id], set_={"seen_at": now, "lease_until": now + lease_s}
@@ -156,28 +155,25 @@ def claimed_by(connection: Connection, ids: Sequence[str], *, worker_id: str) ->
     return [_claimed(row) for row in connection.execute(query)] if ids else []
 
 
-def insert_and_claim(
-    connection: Connection, new_jobs: Sequence[NewJob], *, worker_id: str, now: float
-) -> list[ClaimedJob]:
-    """For jobs that came whole in a message: insert those not known yet, claim those still queued.
-
-    A message that comes twice finds its row. A job the database refuses is logged and left out.
-    """
-    insert_new(connection, new_jobs, now=now)
-    return claim(connection, [job.id for job in new_jobs], worker_id=worker_id, now=now)
-
-
 def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float) -> None:
-    """Insert jobs not known yet."""
-    for job in {job.id: job for job in new_jobs}.values():
-        try:
-            row = job.accepted(now).row()
-            with connection.begin_nested():
-                connection.execute(_insert_new(connection), row)
-        except (DBAPIError, ValueError) as error:
-            if transient(error):
-                raise
-            logger.warning("job %s refused by the database: error=%s", job.id, _named(error))
+    """Insert those not known yet: jobs that came whole in a message, which may come twice.
+
+    One the database refuses is logged and left out.
+    """
+    if not new_jobs:
+        return
+    try:
+        rows = [job.accepted(now).row() for job in new_jobs]
+        with connection.begin_nested():
+            connection.execute(_insert(connection, jobs).on_conflict_do_nothing(), rows)
+    except (DBAPIError, ValueError) as error:
+        if transient(error):
+            raise
+        if len(new_jobs) > 1:
+            for job in new_jobs:
+                insert_new(connection, [job], now=now)
+        else:
+            logger.error("job %s refused by the database: error=%s", new_jobs[0].id, _named(error))
 
 
 def finish(connection: Connection, results: Sequence[JobResult], *, now: float) -> set[str]:
@@ -375,9 +371,13 @@ def _save(
     if not saved:
         return
     rows = given(connection, {"id": str, "fence": int, "checkpoint": str}, saved)
+    ours = (jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
+    # SKIP LOCKED: a job being finished just now needs no checkpoint, and a beat that waited for the
+    # ledger's rows while the ledger waits for the beat's would be a deadlock
+    free = select(jobs.c.id).where(*ours).with_for_update(skip_locked=True, of=jobs)
     connection.execute(
         update(jobs)
-        .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
+        .where(jobs.c.id.in_(picked(free)), *ours)
         .values(
             checkpoint=rows["checkpoint"],
             first_token_at=func.coalesce(jobs.c.first_token_at, now),
@@ -432,9 +432,9 @@ def _held(connection: Connection, held: Sequence[Held]) -> Given:
     return given(connection, {"id": str, "fence": int}, [(each.id, each.fence) for each in held])
 
 
-def _insert_new(connection: Connection) -> Any:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    return dialect.insert(jobs).on_conflict_do_nothing(index_elements=[jobs.c.id])
+def _insert(connection: Connection, table: Table) -> Any:
+    """An INSERT with ON CONFLICT in it, in the dialect of the connection."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def _named(error: Exception) -> str:

@@ -56,6 +56,7 @@ class Database:
             pool_pre_ping=not self.sqlite,
             pool_recycle=-1 if self.sqlite else 300,
             connect_args={} if self.sqlite else _POSTGRES_CONNECT,
+            hide_parameters=True,  # they are prompts and outputs, and errors end up in logs
         )
         clock = _SQLITE_CLOCK if self.sqlite else _POSTGRES_CLOCK
         self._clock: Select[float] = select(literal_column(clock, Double()))

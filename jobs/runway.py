@@ -42,13 +42,9 @@ class Runway:
         self._lock = threading.Lock()  # one refill at a time: two would both see the same room
         self._connection: Any = None  # kombu's, made when first needed
 
-    def length(self, model: str) -> int:
-        """Messages waiting for a model, of every Redis priority. Raises RunwayDown."""
-        return self.lengths([model])[model]
-
-    def lengths(self, models: Sequence[str] | None = None) -> dict[str, int]:
-        """The same for several models, all of them by default, in one round trip."""
-        names = self._models() if models is None else list(models)
+    def lengths(self) -> dict[str, int]:
+        """Messages waiting for each model, of every Redis priority. Raises RunwayDown."""
+        names = [model.name for model in self._settings.models]
         with self._redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
             for name in names:
                 for key in _keys(self._settings.key_prefix, queue_for(name)):
@@ -116,9 +112,6 @@ class Runway:
                         producer=producer,
                         retry=False,
                     )
-
-    def _models(self) -> list[str]:
-        return [model.name for model in self._settings.models]
 
     @contextmanager
     def _redis_errors(self) -> Iterator[None]:

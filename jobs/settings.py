@@ -45,9 +45,10 @@ def _setting(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
+    secret: bool = False,  # may hold a password: not shown by repr()
 ) -> Any:
     metadata = {"doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +58,12 @@ class Settings:
     database_url: str = _setting(
         "sqlite:///.tokenmill/tokenmill.db",
         "Where jobs live: sqlite:///PATH or postgresql://…; by default a file in the data folder.",
+        secret=True,
     )
     redis_url: str = _setting(
         "redis://127.0.0.1:6379/0",
         "The broker: redis://, rediss:// or unix:///SOCKET?db=N.",
+        secret=True,
     )
     data_dir: str = _setting(".tokenmill", "Folder of the embedded servers, database and models.")
     models: tuple[ModelEntry, ...] = _setting(

@@ -23,7 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs.lifecycle import NEXT, TERMINAL, JobState
-from jobs.models import QUEUE_ORDER, QUEUED, idempotency_keys, jobs, workers
+from jobs.models import idempotency_keys, jobs, workers
 from jobs.records import (
     RECORD_COLUMNS,
     JobRecord,
@@ -35,12 +35,11 @@ from jobs.records import (
 from jobs.rows import decode, encode
 
 __all__ = [
-    "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "Throughput",
+    "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", 
     "UnknownCursor", "WorkerInfo", "WorkerRecord", "cancel", "counts", "ended", "get", "list_jobs",
-    "live_workers", "new_job_id", "queue_positions", "submit", "throughput",
+    "live_workers", "new_job_id",  "submit", 
 ]  # fmt: skip
 
-MAX_POSITION = 10_000  # further back than this a position is not counted
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
 _RECORD = tuple(jobs.c[name] for name in RECORD_COLUMNS)
 
@@ -69,16 +68,6 @@ class UnknownCursor(StoreError):
 class Submitted:
     records: tuple[JobRecord, ...]  # in the order submitted
     replayed: bool  # the jobs of an earlier submission with the same key
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Jobs of one model that succeeded lately."""
-
-    num_jobs: int
-    completion_tokens: int
-    span_s: float  # from the first of them to now
-    mean_run_s: float  # start to end
 
 
 def submit(
@@ -166,31 +155,6 @@ def cancel(connection: Connection, job_id: str, *, now: float) -> JobRecord | No
     return get(connection, job_id) if row is None else JobRecord.of(row)
 
 
-def queue_positions(connection: Connection, ids: Sequence[str]) -> dict[str, int]:
-    """1 for the next job of its model to be published, and so on; only queued jobs not further
-    back than MAX_POSITION have one."""
-    ahead = jobs.alias("ahead")
-    order = tuple_(*(ahead.c[each.name] for each in QUEUE_ORDER))
-    in_front = (
-        select(literal_column("1"))
-        .select_from(ahead)
-        .where(
-            ahead.c.model == jobs.c.model,
-            ahead.c.state == literal_column("'queued'"),
-            order < tuple_(*QUEUE_ORDER),
-        )
-        .limit(MAX_POSITION)
-        .correlate(jobs)
-        .subquery()
-    )
-    position = select(func.count()).select_from(in_front).scalar_subquery() + 1
-    found: dict[str, int] = {}
-    for chunk in _chunks(list(ids)):
-        query = select(jobs.c.id, position).where(jobs.c.id.in_(chunk), QUEUED)
-        found.update((id_, place) for id_, place in connection.execute(query))
-    return {id_: place for id_, place in found.items() if place <= MAX_POSITION}
-
-
 def counts(connection: Connection) -> dict[tuple[str, JobState], int]:
     """How many jobs of each model are in each state."""
     query = select(jobs.c.model, jobs.c.state, func.count()).group_by(jobs.c.model, jobs.c.state)
@@ -204,27 +168,6 @@ def live_workers(connection: Connection, now: float) -> list[WorkerRecord]:
         WorkerRecord(**{**row._mapping, "stats": decode(row.stats)})
         for row in connection.execute(query)
     ]
-
-
-def throughput(
-    connection: Connection, model: str, *, now: float, window_s: float = 120.0
-) -> Throughput | None:
-    """What the last `window_s` seconds brought; None when nothing ended in them."""
-    num_jobs, tokens, first, mean_run_s = connection.execute(
-        select(
-            func.count(),
-            func.sum(jobs.c.completion_tokens),
-            func.min(jobs.c.finished_at),
-            func.avg(jobs.c.finished_at - jobs.c.started_at),
-        ).where(
-            jobs.c.state == literal_column("'succeeded'"),
-            jobs.c.model == model,
-            jobs.c.finished_at > now - window_s,
-        )
-    ).one()
-    if not num_jobs:
-        return None
-    return Throughput(num_jobs, int(tokens), max(0.0, now - first), float(mean_run_s or 0.0))
 
 
 def _take_key(

@@ -19,6 +19,9 @@ def upgrade(url: str) -> None:
     try:
         with database.begin() as connection:
             if not database.sqlite:
+                # an index on many jobs takes longer than any statement of a running service may
+                connection.execute(text("SET LOCAL statement_timeout = 0"))
+                connection.execute(text("SET LOCAL lock_timeout = 0"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
             config = _config()
             config.attributes["connection"] = connection

@@ -7,8 +7,9 @@ import pytest
 
 from jobs import claims, store
 from jobs.claims import Held, JobResult, UnknownWorker
+from jobs.database import Database
 from jobs.lifecycle import ErrorCode, JobState, error_object
-from tests.jobs.conftest import NOW, held, new_job
+from tests.jobs.conftest import NOW, Bench, held, new_job
 
 
 def success(job, **values) -> JobResult:
@@ -252,22 +253,41 @@ def test_wasted_tokens_add_up_whatever_became_of_the_job(bench):
     assert bench.get(record.id).usage["wasted_tokens"] == 10
 
 
-def test_a_whole_job_in_a_message_is_inserted_and_claimed_once(bench):
+def test_a_job_that_came_whole_in_a_message_is_inserted_once(bench):
     bench.register()
     job = new_job(id="job_0123456789abcdef")
-    (claimed,) = bench.call(claims.insert_and_claim, [job, job], worker_id="w1", now=NOW)
-    assert (claimed.id, claimed.fence) == (job.id, 1)
-    assert bench.call(claims.insert_and_claim, [job], worker_id="w2", now=NOW) == []
-    release(bench, claimed)
-    assert len(bench.call(claims.insert_and_claim, [job], worker_id="w2", now=NOW)) == 1
+    bench.call(claims.insert_new, [job, job, new_job()], now=NOW)
+    (claimed,) = bench.claim(job.id)
+    bench.call(claims.insert_new, [job], now=NOW)
+    bench.call(claims.insert_new, [], now=NOW)
+    assert bench.get(job.id).fence == claimed.fence
+    assert bench.claim(job.id) == []
+    with bench.database.read() as connection:
+        assert len(store.list_jobs(connection, limit=10)) == 2
 
 
 def test_a_job_in_a_message_that_no_row_can_hold_is_left_out(bench, caplog):
-    bench.register()
     good, bad = new_job(), new_job(body={"temperature": float("inf")})
-    claimed = bench.call(claims.insert_and_claim, [bad, good], worker_id="w1", now=NOW)
-    assert [job.id for job in claimed] == [good.id]
+    bench.call(claims.insert_new, [bad, good], now=NOW)
+    assert [job.id for job in bench.claim(bad.id, good.id)] == [good.id]
     assert bad.id in caplog.text
+    assert good.id not in caplog.text
+
+
+def test_a_beat_does_not_wait_for_a_result_being_written(postgres_url):
+    """The two come from two threads of one worker, with the same rows in any order."""
+    bench = Bench(Database(postgres_url))
+    first, second = bench.submit(new_job(), new_job())
+    bench.register()
+    jobs = {job.id: job for job in bench.claim(first.id, second.id)}
+    with bench.database.begin() as connection:
+        claims.finish(connection, [success(jobs[first.id])], now=NOW)
+        checkpoints = {first.id: [[1]], second.id: [[2]]}
+        assert beat(bench, jobs.values(), checkpoints) == set()
+    assert bench.get(first.id).state == JobState.SUCCEEDED
+    release(bench, jobs[second.id])
+    assert bench.claim(second.id)[0].checkpoint == [[2]]
+    bench.database.dispose()
 
 
 def test_a_commit_in_doubt_can_be_read_back(bench):

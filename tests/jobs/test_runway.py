@@ -101,7 +101,7 @@ def test_messages_of_every_redis_priority_count(runway):
                 GENERATE_TASK, kwargs={}, queue=queue_for(MODEL), priority=priority,
                 connection=connection, retry=False,
             )  # fmt: skip
-    assert runway.length(MODEL) == 4
+    assert runway.lengths() == {MODEL: 4, "other": 0}
 
 
 def test_messages_lost_with_redis_come_back_when_the_runway_is_empty(database, runway, caplog):
@@ -175,4 +175,4 @@ def test_deployments_that_share_a_redis_do_not_see_each_other(database, valkey_u
     submit(database, new_job())
     with Runway(mine, make_app(mine)) as ours, Runway(theirs, make_app(theirs)) as others:
         assert ours.refill(database) == 1
-        assert (ours.length(MODEL), others.length(MODEL)) == (1, 0)
+        assert (ours.lengths()[MODEL], others.lengths()[MODEL]) == (1, 0)

@@ -70,6 +70,11 @@ def test_a_bad_value_names_its_variable(name, value, words):
     assert "secret" not in str(caught.value)
 
 
+def test_a_password_is_not_shown_when_settings_are():
+    settings = Settings(database_url="postgresql://u:secret@h/d", redis_url="redis://:secret@h")
+    assert "secret" not in repr(settings)
+
+
 def test_misspelt_variables_are_told_not_refused():
     environ = {"TOKENMILL_LEASE": "5", "TOKENMILL_LEASE_S": "6", "HOME": "/"}
     assert unknown_variables(environ) == ["TOKENMILL_LEASE"]

@@ -111,7 +111,9 @@ def test_a_job_that_came_whole_in_a_message_overtakes_nobody(bench):
     bench.submit(new_job())
     publishable(bench)
     bench.now += 60
-    bench.call(claims.insert_and_claim, [new_job()], worker_id="w1", now=bench.now)
+    whole = new_job()
+    bench.call(claims.insert_new, [whole], now=bench.now)
+    assert len(bench.claim(whole.id)) == 1
     assert republish(bench, nearly_empty=False) == []
 
 
