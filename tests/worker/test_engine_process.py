@@ -1,0 +1,206 @@
+"""The engine process and the worker's side of it, with a real engine on a tiny model."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from engine.config import EngineConfig
+from engine.sampling_params import SamplingParams
+from worker.engine_client import EngineClient, EngineEvents, EngineStartError
+from worker.messages import Abort, Add, Delta, Ready, Stepped
+
+TIMEOUT_S = 60.0
+NUM_BLOCKS = 1024
+
+
+class Bench:
+    """A client and what it was told."""
+
+    def __init__(self, model: str, **values) -> None:
+        config = {"model": model, "num_blocks": NUM_BLOCKS, "num_threads": 1, "max_num_seqs": 8}
+        self.client = EngineClient(EngineConfig(**config | values), log_level="warning")
+        self.told: queue.SimpleQueue = queue.SimpleQueue()
+        self.deltas: list[Delta] = []
+
+    def start(self) -> Ready:
+        events = EngineEvents(
+            on_ready=self.told.put, on_stepped=self.told.put, on_died=self.told.put
+        )
+        ready = self.client.start(events, lambda: None)
+        assert self.next() == ready
+        return ready
+
+    def next(self):
+        return self.told.get(timeout=TIMEOUT_S)
+
+    def until(self, condition) -> Stepped:
+        """The first step that meets it."""
+        while True:
+            stepped = self.next()
+            assert isinstance(stepped, Stepped), stepped
+            self.deltas += stepped.deltas
+            if condition(stepped):
+                return stepped
+
+    def tokens(self, key: str) -> list[int]:
+        return [token for delta in self.deltas if delta.key == key for token in delta.token_ids]
+
+    @property
+    def pid(self) -> int:
+        pid = self.client.pid
+        assert pid is not None
+        return pid
+
+
+def add(key: str, max_tokens: int = 10, prompt=(5, 6, 7), generated=(), **options) -> Add:
+    usual = {"temperature": 0.0, "ignore_eos": True}
+    params = SamplingParams(max_tokens=max_tokens, **usual | options)
+    return Add(key, list(prompt), params, 0, None, [list(ids) for ids in generated])
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def bench(long_llama_dir):
+    bench = Bench(str(long_llama_dir))
+    yield bench
+    bench.client.stop()
+
+
+@pytest.fixture(scope="module")
+def running(long_llama_dir):
+    """One that is started for several tests, each of which leaves it idle."""
+    bench = Bench(str(long_llama_dir))
+    bench.start()
+    yield bench
+    bench.client.stop()
+
+
+def test_it_generates_reports_each_step_and_ends_with_the_whole_text(running):
+    bench = running
+    assert bench.client.ready.kv_tokens == NUM_BLOCKS * 16
+    bench.client.send(add("a", n=2))
+    last = bench.until(lambda step: step.ended)
+    [ended] = last.ended
+    assert (ended.key, ended.prompt_tokens, ended.completion_tokens) == ("a", 3, 20)
+    assert [sample.finish_reason for sample in ended.samples] == ["length", "length"]
+    assert {delta.sample_index for delta in bench.deltas if delta.key == "a"} == {0, 1}
+    assert len(bench.tokens("a")) == 20
+    assert last.free_tokens == NUM_BLOCKS * 16
+    assert last.stats["num_steps"] == last.num_steps > 0
+
+
+def test_an_abort_frees_every_block_within_one_step_and_nothing_more_is_heard(running):
+    bench = running
+    bench.client.send(add("gone", max_tokens=5000, prompt=[5] * 600))
+    bench.client.send(add("stays", max_tokens=5000, prompt=[6] * 3))
+    before = bench.until(lambda step: len(step.deltas) == 2)
+    assert before.free_tokens <= NUM_BLOCKS * 16 - 600
+    bench.client.send(Abort("gone"))
+    aborted = bench.until(lambda step: step.ended)
+    [ended] = aborted.ended
+    assert (ended.key, ended.samples[0].finish_reason) == ("gone", "abort")
+    # the report of the abort is that of the step behind it: the blocks are free in it already
+    assert {delta.key for delta in aborted.deltas} == {"stays"}
+    held = -(-(3 + len(bench.tokens("stays"))) // 16) * 16
+    assert aborted.free_tokens >= NUM_BLOCKS * 16 - held
+    after = [bench.until(lambda step: True) for _ in range(5)]
+    assert all(delta.key == "stays" for step in after for delta in step.deltas)
+    bench.client.send(Abort("stays"))
+    assert bench.until(lambda step: step.ended).free_tokens == NUM_BLOCKS * 16
+
+
+def test_a_generation_goes_on_from_its_tokens_as_if_never_interrupted(running):
+    bench = running
+    options = {"max_tokens": 40, "temperature": 1.0, "seed": 7}
+    bench.client.send(add("whole", **options))
+    whole = bench.until(lambda step: step.ended).ended[0]
+    bench.client.send(add("resumed", generated=[bench.tokens("whole")[:15]], **options))
+    resumed = bench.until(lambda step: step.ended).ended[0]
+    assert resumed.samples[0].text == whole.samples[0].text
+    assert resumed.completion_tokens == 40
+    assert bench.tokens("resumed") == bench.tokens("whole")[15:]
+
+
+def test_what_can_never_fit_is_refused_with_its_parameter(running):
+    running.client.send(add("large", max_tokens=16_384))
+    [refused] = running.until(lambda step: step.refused).refused
+    assert (refused.key, refused.param) == ("large", "max_tokens")
+
+
+def test_signals_are_left_to_the_parent(running):
+    pid = running.pid
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, sig)
+    running.client.send(add("after"))
+    assert running.until(lambda step: step.ended).ended[0].key == "after"
+    assert running.client.pid == pid
+
+
+def test_a_killed_engine_is_replaced_and_hears_nothing_that_was_meant_for_the_dead_one(bench):
+    first = bench.start()
+    bench.client.send(add("a", max_tokens=5000))
+    bench.until(lambda step: step.deltas)
+    os.kill(first.pid, signal.SIGSTOP)
+    bench.client.send(add("ghost"))
+    os.kill(first.pid, signal.SIGKILL)
+    while isinstance(told := bench.next(), Stepped):
+        pass
+    assert told == "SIGKILL"
+    second = bench.next()
+    assert isinstance(second, Ready)
+    assert second.pid != first.pid
+    assert bench.client.num_restarts == 1
+    bench.client.send(add("real"))
+    [ended] = bench.until(lambda step: step.ended).ended
+    assert ended.key == "real"
+    bench.client.stop()
+    assert gone(second.pid)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
+    bench = Bench(str(tmp_path / "missing"))
+    with pytest.raises(EngineStartError, match="missing"):
+        bench.start()
+    bench.client.stop()
+
+
+PARENT = """
+import os, sys, time
+from engine.config import EngineConfig
+from worker.engine_client import EngineClient, EngineEvents
+ignore = lambda *_: None
+client = EngineClient(EngineConfig(model=sys.argv[1], num_blocks=64), log_level="warning")
+client.start(EngineEvents(on_ready=ignore, on_stepped=ignore, on_died=ignore), ignore)
+print(client.pid, "torch" in sys.modules, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_dies_with_its_parent_which_never_loads_torch(long_llama_dir):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(long_llama_dir)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid, torch_loaded = parent.stdout.readline().split()
+        parent.kill()
+    assert torch_loaded == "False"
+    wait_for(lambda: gone(int(pid)))
