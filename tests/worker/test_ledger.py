@@ -1,0 +1,283 @@
+"""The ledger against real databases, with the connection breaking where it hurts."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
+
+from jobs import claims, store
+from jobs.claims import ClaimedJob, Held
+from jobs.database import Database
+from jobs.lifecycle import ErrorCode, JobState
+from jobs.records import JobRecord, NewJob, WorkerInfo
+from worker.generation import Outcome
+from worker.ledger import Cancel, Claim, Finish, HandBack, Insert, Ledger, Waste
+
+WORKER = "w1"
+TIMEOUT_S = 20.0
+SUCCEEDED = Outcome(state=JobState.SUCCEEDED, output={"text": "hello"}, completion_tokens=3)
+
+
+class FragileDatabase(Database):
+    """A database whose connection breaks at each commit as often as `breaks` says."""
+
+    breaks: str = ""  # one letter a transaction: b before its commit, a after it, - not at all
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        fate, self.breaks = self.breaks[:1], self.breaks[1:]
+        with super().begin() as connection:
+            yield connection
+            if fate == "b":
+                raise _connection_lost()
+        if fate == "a":
+            raise _connection_lost()
+
+
+def _connection_lost() -> OperationalError:
+    return OperationalError("COMMIT", {}, Exception("gone"), connection_invalidated=True)
+
+
+class Bench:
+    """A ledger and the rows it writes."""
+
+    def __init__(self, url: str) -> None:
+        self.database = FragileDatabase(url)
+        self.announced: list[str] = []
+        self.ledger = Ledger(
+            self.database,
+            worker_id=WORKER,
+            window_s=0.02,
+            max_rows=256,
+            max_crashes=3,
+            announce=self.announced.extend,
+        )
+        info = WorkerInfo(
+            id=WORKER, hostname="here", pid=7, model="tiny",
+            max_num_seqs=8, kv_tokens=4096, max_model_len=512,
+        )  # fmt: skip
+        with self.database.begin() as connection:
+            now = self.database.clock(connection)
+            claims.register_worker(connection, info, now=now, lease_s=30)
+
+    def submit(self, num_jobs: int = 1) -> list[str]:
+        with self.database.begin() as connection:
+            now = self.database.clock(connection)
+            submitted = store.submit(connection, [new_job() for _ in range(num_jobs)], now=now)
+        return [record.id for record in submitted.records]
+
+    def get(self, job_id: str) -> JobRecord:
+        with self.database.read() as connection:
+            record = store.get(connection, job_id)
+        assert record is not None
+        return record
+
+    def claim(self, job_id: str, new_job: NewJob | None = None) -> ClaimedJob | None:
+        return self.ask(lambda answer: Claim(job_id=job_id, new_job=new_job, answer=answer))[0]
+
+    def finish(self, held: Held, outcome: Outcome = SUCCEEDED) -> bool:
+        return self.ask(
+            lambda answer: Finish(held=held, outcome=outcome, wasted_tokens=0, answer=answer)
+        )[0]
+
+    def ask(self, entry: Callable) -> tuple:
+        """Post an entry and wait for its answer."""
+        answered: list[tuple] = []
+        done = threading.Event()
+
+        def answer(*values) -> None:
+            answered.append(values)
+            done.set()
+
+        self.ledger.post(entry(answer))
+        assert done.wait(TIMEOUT_S)
+        return answered[0]
+
+
+def new_job(**values) -> NewJob:
+    usual = {"url": "/v1/completions", "model": "tiny", "body": {"model": "tiny", "prompt": "x"}}
+    return NewJob(**usual | values)
+
+
+@pytest.fixture
+def bench(database_url):
+    bench = Bench(database_url)
+    bench.ledger.start()
+    yield bench
+    bench.ledger.stop()
+    bench.database.dispose()
+
+
+def test_a_claim_is_answered_with_the_row_and_the_databases_time(bench):
+    [job_id] = bench.submit()
+    job, now = bench.ask(lambda answer: Claim(job_id=job_id, answer=answer))
+    assert (job.id, job.attempt, job.body["prompt"]) == (job_id, 1, "x")
+    assert now == pytest.approx(time.time(), abs=60)
+    assert bench.get(job_id).state == JobState.RUNNING
+
+
+def test_a_row_taken_before_is_answered_with_none(bench):
+    [job_id] = bench.submit()
+    assert bench.claim(job_id) is not None
+    assert bench.claim(job_id) is None
+    assert bench.claim("job_unknown") is None
+
+
+def test_two_messages_of_one_job_in_one_window_make_one_claim(bench):
+    [job_id] = bench.submit()
+    answers = []
+    for _ in range(2):
+        bench.ledger.post(Claim(job_id=job_id, answer=lambda job, now: answers.append(job)))
+    assert bench.ledger.flush().wait(TIMEOUT_S)
+    assert sorted(answer is None for answer in answers) == [False, True]
+
+
+def test_a_result_is_stored_and_then_announced(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    assert bench.finish(Held(job.id, job.fence))
+    row = bench.get(job_id)
+    assert (row.state, row.output, row.completion_tokens) == ("succeeded", {"text": "hello"}, 3)
+    assert bench.announced == [job_id]
+
+
+def test_a_result_under_an_old_fence_is_refused(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    assert not bench.finish(Held(job.id, job.fence - 1))
+    assert bench.get(job_id).state == JobState.RUNNING
+    assert bench.announced == []
+
+
+def test_a_failure_is_stored_with_its_error(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    outcome = Outcome(
+        state=JobState.FAILED, code=ErrorCode.EXCEEDS_CAPACITY, message="too long", param="prompt"
+    )
+    assert bench.finish(Held(job.id, job.fence), outcome)
+    row = bench.get(job_id)
+    assert row.state == JobState.FAILED
+    assert row.error["code"] == "exceeds_capacity"
+    assert row.error["param"] == "prompt"
+
+
+def test_a_handed_back_job_is_queued_again_with_its_tokens(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    held = Held(job.id, job.fence)
+    bench.ask(lambda answer: HandBack(held=held, checkpoint=[[7]], crashed=False, answer=answer))
+    row = bench.get(job_id)
+    assert (row.state, row.attempt) == (JobState.QUEUED, 0)
+    assert bench.claim(job_id).checkpoint == [[7]]
+    assert not bench.finish(held)
+
+
+def test_a_job_the_engine_died_with_too_often_fails_and_is_announced(bench):
+    [job_id] = bench.submit()
+    for _ in range(3):
+        job = bench.claim(job_id)
+        held = Held(job.id, job.fence)
+        bench.ask(lambda answer, held=held: HandBack(
+            held=held, checkpoint=[], crashed=True, answer=answer
+        ))  # fmt: skip
+    assert bench.get(job_id).error["code"] == "poisoned"
+    assert bench.announced == [job_id]
+
+
+def test_a_cancel_in_the_window_of_its_claim_wins(bench):
+    [job_id] = bench.submit()
+    claimed = []
+    bench.ledger.post(Claim(job_id=job_id, answer=lambda job, now: claimed.append(job)))
+    bench.ledger.post(Cancel(job_id=job_id, answer=lambda: None))
+    assert bench.ledger.flush().wait(TIMEOUT_S)
+    assert bench.get(job_id).state == JobState.CANCELLED
+    assert bench.announced == [job_id]
+
+
+def test_waste_is_added_up(bench):
+    [job_id] = bench.submit()
+    for tokens in (3, 4):
+        bench.ledger.post(Waste(job_id=job_id, tokens=tokens))
+    assert bench.ledger.flush().wait(TIMEOUT_S)
+    assert bench.get(job_id).wasted_tokens == 7
+
+
+def test_a_whole_job_that_comes_twice_is_one_row_and_one_claim(bench):
+    job = new_job(custom_id="c")
+    assert bench.claim(job.id, job).id == job.id
+    assert bench.claim(job.id, job) is None
+    assert bench.get(job.id).custom_id == "c"
+
+
+def test_a_whole_job_for_another_model_waits_for_the_runway(bench):
+    job = new_job(model="other")
+    bench.ask(lambda answer: Insert(new_job=job, answer=answer))
+    row = bench.get(job.id)
+    assert (row.state, row.published_at) == (JobState.QUEUED, None)
+
+
+@pytest.mark.parametrize("breaks", ["b", "a", "ba", "aab"])
+def test_a_claim_is_ours_whether_the_broken_commit_was_in_or_not(bench, breaks):
+    [job_id] = bench.submit()
+    bench.database.breaks = breaks
+    job = bench.claim(job_id)
+    assert job is not None
+    assert job.fence == bench.get(job_id).fence == 1
+    assert job.attempt == 1
+
+
+@pytest.mark.parametrize("breaks", ["b", "a", "ba", "aab"])
+def test_a_result_is_accepted_once_whether_the_broken_commit_was_in_or_not(bench, breaks):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    bench.database.breaks = breaks
+    assert bench.finish(Held(job.id, job.fence))
+    assert bench.get(job_id).state == JobState.SUCCEEDED
+    assert bench.announced == [job_id]
+
+
+def test_a_commit_in_doubt_does_not_accept_what_was_cancelled_meanwhile(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    with bench.database.begin() as connection:
+        store.cancel(connection, job_id, now=bench.database.clock(connection))
+    bench.database.breaks = "b"
+    assert not bench.finish(Held(job.id, job.fence))
+    assert bench.get(job_id).output is None
+
+
+def test_nothing_is_answered_while_the_database_is_away(bench):
+    [job_id] = bench.submit()
+    bench.database.breaks = "b" * 1000
+    answers = []
+    bench.ledger.post(Claim(job_id=job_id, answer=lambda job, now: answers.append(job)))
+    flushed = bench.ledger.flush()
+    assert not flushed.wait(0.5)
+    assert answers == []
+    bench.database.breaks = ""
+    assert flushed.wait(TIMEOUT_S)
+    assert [job.id for job in answers] == [job_id]
+
+
+def test_a_ledger_told_to_stop_gives_up_on_a_database_that_stays_away(bench):
+    [job_id] = bench.submit()
+    bench.database.breaks = "b" * 1000
+    answers = []
+    bench.ledger.post(Claim(job_id=job_id, answer=lambda job, now: answers.append(job)))
+    bench.ledger.stop()
+    assert answers == []
+
+
+def test_many_rows_share_a_transaction(bench):
+    ids = bench.submit(200)
+    claimed = []
+    for job_id in ids:
+        bench.ledger.post(Claim(job_id=job_id, answer=lambda job, now: claimed.append((job, now))))
+    assert bench.ledger.flush().wait(TIMEOUT_S)
+    assert {job.id for job, _ in claimed} == set(ids)
+    assert len({now for _, now in claimed}) <= 10  # each transaction reads the clock once

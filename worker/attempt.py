@@ -1,0 +1,77 @@
+"""One job in a worker's hands, under one fence: its prompt, the tokens it has, how far it is."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from jobs.claims import Checkpoint, ClaimedJob, Held
+from worker.admission import UNKNOWN_LOAD, Load
+from worker.delivery import Delivery
+from worker.generation import Prompt, Refusal
+
+
+class Phase(Enum):
+    CLAIMED = auto()  # its prompt is being prepared
+    WAITING = auto()  # for its turn in the engine
+    RUNNING = auto()  # in the engine
+    ENDING = auto()  # its result is on its way into SQL
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """One job of ours under one fence."""
+
+    job: ClaimedJob
+    delivery: Delivery
+    deadline_at: float | None  # monotonic
+    refusal: Refusal | None  # known before the claim
+    phase: Phase = Phase.CLAIMED
+    prompt: Prompt | None = None
+    generated: Checkpoint = field(default_factory=list)  # ids of each sample, resumed ones too
+    num_resumed: int = 0  # of these, made by earlier attempts
+    num_saved: int = 0  # of these, in the last checkpoint
+    limit: str | None = None  # the time limit it ran into
+
+    @property
+    def key(self) -> str:
+        """Its name in the engine: the same job may come back here as another attempt."""
+        return f"{self.job.id}:{self.job.fence}"
+
+    @property
+    def held(self) -> Held:
+        return Held(self.job.id, self.job.fence)
+
+    @property
+    def num_generated(self) -> int:
+        return sum(map(len, self.generated))
+
+    def resume(self, prompt: Prompt) -> None:
+        """Take the prompt, and the tokens of an earlier attempt where they fit it."""
+        self.prompt = prompt
+        checkpoint = self.job.checkpoint or []
+        if len(checkpoint) == prompt.params.n and all(
+            len(ids) <= prompt.params.max_tokens for ids in checkpoint
+        ):
+            self.generated = [list(ids) for ids in checkpoint]
+        else:
+            self.generated = [[] for _ in range(prompt.params.n)]
+        self.num_resumed = self.num_generated
+
+    @property
+    def load(self) -> Load:
+        if self.prompt is None:
+            return UNKNOWN_LOAD
+        return Load(
+            num_seqs=self.prompt.params.n,
+            prompt_tokens=len(self.prompt.token_ids),
+            max_tokens=self.prompt.params.max_tokens,
+            generated_tokens=self.num_generated,
+            started=self.num_generated > self.num_resumed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What the lease has to say to SQL of the jobs held."""
+
+    held: list[Held]
+    checkpoints: dict[str, Checkpoint]

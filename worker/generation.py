@@ -1,0 +1,163 @@
+"""A job's body to what the engine takes, and what the engine gives to the job's result.
+
+The one file of the worker that knows both worlds' words. The door check is the API's: it is made
+again here because a job may come by Celery alone, and because this engine's limits may be smaller
+than those the API knows.
+
+Refusal
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.sampling_params import ParameterError, SamplingParams, check_prompt
+from engine.tokenizer import Tokenizer
+from jobs import openai
+from jobs.lifecycle import ErrorCode, JobState
+from worker.messages import Ended
+
+
+class Refusal(Exception):
+    """A job this engine cannot do; ends it as failed with this error."""
+
+    def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one engine."""
+
+    max_model_len: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A generation, ready for the engine."""
+
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a generation ended, in a row's words. Times by the monotonic clock."""
+
+    state: JobState
+    output: dict[str, Any] | None = None
+    code: ErrorCode | None = None
+    message: str = ""
+    param: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_at: float | None = None
+
+
+def prepare(
+    job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
+) -> Prompt:
+    """The job's prompt and options. Raises Refusal."""
+    try:
+        return _prepare(job_id, url, body, tokenizer, limits)
+    except openai.BodyError as error:
+        raise Refusal(ErrorCode.INVALID_REQUEST, str(error), param=error.param) from None
+    except ParameterError as error:
+        raise Refusal(ErrorCode.INVALID_REQUEST, str(error), param=error.param) from None
+
+
+def _prepare(
+    job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
+) -> Prompt:
+    generation = openai.parse(url, body)
+    if generation.messages is not None:
+        token_ids = tokenizer.encode_chat(generation.messages)
+    elif isinstance(generation.prompt, str):
+        # some models put a token in front of nothing: an empty prompt stays empty all the same
+        token_ids = tokenizer.encode(generation.prompt) if generation.prompt else []
+    else:
+        token_ids = list(generation.prompt or ())
+    max_tokens = generation.max_tokens
+    if max_tokens is None:
+        # at least 1, so that a chat without room for output is refused for its length
+        room = min(limits.max_model_len, limits.kv_tokens)
+        max_tokens = max(1, room - len(token_ids))
+    # an unseeded job draws the same noise in every attempt, so that one resumed from a checkpoint
+    # is the text that would have been
+    options = {"seed": seed_of(job_id), **generation.options}
+    params = SamplingParams(**options, max_tokens=max_tokens)
+    check_prompt(
+        token_ids, params, vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len
+    )
+    if len(token_ids) + params.max_tokens > limits.kv_tokens:
+        raise Refusal(
+            ErrorCode.EXCEEDS_CAPACITY,
+            f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) need more than "
+            f"the {limits.kv_tokens} tokens this engine's KV cache holds",
+            param="max_tokens",
+        )
+    return Prompt(token_ids=token_ids, params=params)
+
+
+def seed_of(job_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8]) >> 1
+
+
+def outcome_of(ended: Ended, *, job_id: str, url: str, model: str, created: float) -> Outcome:
+    """The row's result from the engine's: the worst sample decides the state."""
+    outcome = Outcome(
+        state=JobState.SUCCEEDED,
+        finish_reason=_worst([sample.finish_reason for sample in ended.samples]),
+        prompt_tokens=ended.prompt_tokens,
+        cached_tokens=ended.cached_tokens,
+        completion_tokens=ended.completion_tokens,
+        first_token_at=ended.first_token_at,
+    )
+    if outcome.finish_reason in ("error", "abort"):
+        error = next((sample.error for sample in ended.samples if sample.error), "")
+        return replace(outcome, state=JobState.FAILED, **_engine_error(error))
+    if outcome.finish_reason == "deadline":
+        return replace(
+            outcome,
+            state=JobState.EXPIRED,
+            code=ErrorCode.DEADLINE_EXCEEDED,
+            message="the deadline passed before the job was done",
+        )
+    choices = [
+        openai.Choice(index=each.index, text=each.text, finish_reason=each.finish_reason)
+        for each in ended.samples
+    ]
+    body = openai.response_body(
+        url,
+        job_id=job_id,
+        model=model,
+        created=created,
+        choices=choices,
+        prompt_tokens=ended.prompt_tokens,
+        cached_tokens=ended.cached_tokens,
+        completion_tokens=ended.completion_tokens,
+    )
+    return replace(outcome, output=body)
+
+
+def _worst(finish_reasons: Sequence[str]) -> str:
+    """One word for all samples: that one of them was cut short is worth knowing."""
+    return min(finish_reasons, key=_WORST_FIRST.index)
+
+
+_WORST_FIRST = ("error", "abort", "deadline", "repetition", "length", "stop")
+
+
+def _engine_error(error: str) -> dict[str, Any]:
+    """The engine says "code: message"; a code the API does not have is an engine_error."""
+    code, _, message = error.partition(": ")
+    if code in (ErrorCode.NUMERICAL_ERROR, ErrorCode.ENGINE_ERROR):
+        return {"code": ErrorCode(code), "message": message}
+    message = error or "the engine gave up this generation"
+    return {"code": ErrorCode.ENGINE_ERROR, "message": message}

@@ -1,0 +1,308 @@
+"""The worker's writes: one thread, one transaction for all that came up within a short window.
+
+An entry is posted from any thread and answered on the ledger's own, after the commit: a message is
+acknowledged, a result announced, a place freed only for what SQL has. When the database is away
+the window is kept and tried again until it is back; nothing is answered meanwhile, so nothing is
+lost and nothing is falsely acknowledged.
+
+A commit whose outcome is unknown (the connection broke) is not repeated blindly: what the lost
+answer would have said is read back from the rows. See Kleppmann, "How to do distributed locking",
+for why the store has to compare the fence.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from jobs import claims, store
+from jobs.claims import Checkpoint, ClaimedJob, Held, JobResult
+from jobs.database import Database, transient
+from jobs.lifecycle import TERMINAL, JobState, error_object
+from jobs.records import NewJob
+from worker.generation import Outcome
+from worker.guard import start_thread
+
+STOP_S = 5.0
+RETRY_WAITS_S = (0.05, 0.2, 0.5, 1.0)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Take the row for this worker; insert it first, when the message carried the whole job."""
+
+    job_id: str
+    new_job: NewJob | None = None
+    answer: Callable[[ClaimedJob | None, float], None]  # None: somebody has it. And SQL's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insert:
+    """Store a row for the workers of another model."""
+
+    new_job: NewJob
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """End the row as `outcome` says, if it is still held under this fence."""
+
+    held: Held
+    outcome: Outcome
+    wasted_tokens: int
+    answer: Callable[[bool], None]  # False: it was cancelled, or another attempt has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandBack:
+    """Put the row back into the queue, to go on from `checkpoint` elsewhere."""
+
+    held: Held
+    checkpoint: Checkpoint
+    crashed: bool  # the engine process died with it
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The client revoked the job through Celery."""
+
+    job_id: str
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    """Tokens were generated for a job that this worker does not hold any more."""
+
+    job_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """Nothing to write; answered when everything posted before it is."""
+
+    answer: Callable[[], None]
+
+
+Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Flush
+_E = TypeVar("_E", bound=Entry)
+
+
+@dataclass(slots=True)
+class _Written:
+    """What a transaction did; told after its commit."""
+
+    answers: list[Callable[[], None]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)  # jobs in a terminal state since
+
+
+class Ledger:
+    """The only writer of this worker's jobs, but for the lease."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        worker_id: str,
+        window_s: float,
+        max_rows: int,
+        max_crashes: int,
+        announce: Callable[[Sequence[str]], None],  # ids that ended, after the commit
+    ) -> None:
+        self._database = database
+        self._worker_id = worker_id
+        self._window_s = window_s
+        self._max_rows = max_rows
+        self._max_crashes = max_crashes
+        self._announce = announce
+        # SimpleQueue: its put may be called from a signal handler that interrupted another put
+        self._inbox: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._abandoned = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = start_thread("ledger", self._run)
+
+    def post(self, entry: Entry) -> None:
+        """From any thread; never blocks."""
+        self._inbox.put(entry)
+
+    def flush(self) -> threading.Event:
+        """Set once everything posted so far is in SQL and answered."""
+        done = threading.Event()
+        self.post(Flush(answer=done.set))
+        return done
+
+    def stop(self) -> None:
+        """End the thread; whatever is not in SQL by now is left to the lease."""
+        self._abandoned.set()
+        self.flush()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        committed_at = 0.0
+        while not self._abandoned.is_set():
+            window = self._collect(until=committed_at + self._window_s)
+            written = self._commit(window)
+            committed_at = time.monotonic()
+            if written is None:
+                return
+            if written.ended:
+                self._announce(written.ended)
+            for answer in written.answers:
+                answer()
+
+    def _collect(self, *, until: float) -> list[Entry]:
+        """At least one entry, and all that come before `until`: a lone one waits for nobody."""
+        window = [self._inbox.get()]
+        while len(window) < self._max_rows:
+            try:
+                window.append(self._inbox.get(timeout=max(0.0, until - time.monotonic())))
+            except queue.Empty:
+                break
+        return window
+
+    def _commit(self, window: list[Entry]) -> _Written | None:
+        """One transaction, tried until it is known to be in; None when the worker gave up."""
+        for tries in itertools.count():
+            try:
+                with self._database.begin() as connection:
+                    now = self._database.clock(connection)
+                    written = self._write(connection, window, now, doubtful=tries > 0)
+            except SQLAlchemyError as error:
+                if not transient(error):
+                    raise
+                if tries == 0:
+                    logger.warning("database away, %d entries wait: %s", len(window), _kind(error))
+                if self._abandoned.wait(RETRY_WAITS_S[min(tries, len(RETRY_WAITS_S) - 1)]):
+                    return None
+            else:
+                if tries:
+                    logger.warning("database back after %d tries", tries)
+                return written
+        raise AssertionError("unreachable")
+
+    def _write(
+        self, connection: Connection, window: list[Entry], now: float, *, doubtful: bool
+    ) -> _Written:
+        """All entries of a window. `doubtful`: an earlier try may have been committed.
+
+        Cancels come before claims, so that a job revoked in the window it arrived in never runs.
+        """
+        written = _Written()
+        self._hand_back(connection, _of(HandBack, window), now, written)
+        self._finish(connection, _of(Finish, window), now, doubtful, written)
+        for cancel in _of(Cancel, window):
+            record = store.cancel(connection, cancel.job_id, now=now)
+            if record is not None and record.state in TERMINAL:
+                written.ended.append(record.id)
+            written.answers.append(cancel.answer)
+        wasted = [(waste.job_id, waste.tokens) for waste in _of(Waste, window)]
+        claims.account_wasted(connection, wasted)
+        inserts = _of(Insert, window)
+        claims.insert_new(connection, [insert.new_job for insert in inserts], now=now)
+        written.answers += [insert.answer for insert in inserts]
+        self._claim(connection, _of(Claim, window), now, doubtful, written)
+        written.answers += [flush.answer for flush in _of(Flush, window)]
+        return written
+
+    def _hand_back(
+        self, connection: Connection, entries: list[HandBack], now: float, written: _Written
+    ) -> None:
+        for crashed in (False, True):
+            batch = [entry for entry in entries if entry.crashed is crashed]
+            states = claims.release(
+                connection,
+                [entry.held for entry in batch],
+                now=now,
+                crashed=crashed,
+                max_crashes=self._max_crashes,
+                checkpoints={entry.held.id: entry.checkpoint for entry in batch},
+            )
+            written.ended += [job_id for job_id, state in states.items() if state in TERMINAL]
+            written.answers += [entry.answer for entry in batch]
+
+    def _finish(
+        self,
+        connection: Connection,
+        entries: list[Finish],
+        now: float,
+        doubtful: bool,
+        written: _Written,
+    ) -> None:
+        elapsed = now - time.monotonic()  # from our monotonic clock to the database's
+        accepted = claims.finish(
+            connection, [_result(entry, elapsed) for entry in entries], now=now
+        )
+        if doubtful:
+            refused = [entry.held for entry in entries if entry.held.id not in accepted]
+            accepted |= claims.ended_under(connection, refused)
+        written.ended += sorted(accepted)
+        for entry in entries:
+            written.answers.append(_bind(entry.answer, entry.held.id in accepted))
+
+    def _claim(
+        self,
+        connection: Connection,
+        entries: list[Claim],
+        now: float,
+        doubtful: bool,
+        written: _Written,
+    ) -> None:
+        new_jobs = [entry.new_job for entry in entries if entry.new_job is not None]
+        claims.insert_new(connection, new_jobs, now=now)
+        ids = [entry.job_id for entry in entries]
+        claimed = claims.claim(connection, ids, worker_id=self._worker_id, now=now)
+        if doubtful:
+            claimed += claims.claimed_by(connection, ids, worker_id=self._worker_id)
+        by_id = {job.id: job for job in claimed}
+        for entry in entries:
+            # the second message of one job gets None, as it would in a later window
+            written.answers.append(_bind(entry.answer, by_id.pop(entry.job_id, None), now))
+
+
+def _of(kind: type[_E], window: list[Entry]) -> list[_E]:
+    return [entry for entry in window if isinstance(entry, kind)]
+
+
+def _bind(answer: Callable[..., None], *values: object) -> Callable[[], None]:
+    return lambda: answer(*values)
+
+
+def _result(entry: Finish, elapsed: float) -> JobResult:
+    outcome = entry.outcome
+    succeeded = outcome.state == JobState.SUCCEEDED
+    assert succeeded == (outcome.code is None)
+    return JobResult(
+        id=entry.held.id,
+        fence=entry.held.fence,
+        state=outcome.state,
+        output=outcome.output,
+        error=None
+        if outcome.code is None
+        else error_object(outcome.code, outcome.message, param=outcome.param),
+        finish_reason=outcome.finish_reason,
+        prompt_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+        completion_tokens=outcome.completion_tokens,
+        wasted_tokens=entry.wasted_tokens,
+        first_token_at=None if outcome.first_token_at is None else elapsed + outcome.first_token_at,
+    )
+
+
+def _kind(error: SQLAlchemyError) -> str:
+    """The kind of an error, without the statement and the values it quotes."""
+    return type(getattr(error, "orig", None) or error).__name__

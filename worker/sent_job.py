@@ -1,0 +1,83 @@
+"""A job that came whole in a Celery message (`tokenmill.generate`), checked where it arrives.
+
+The door of this road is the worker: the client has no answer to read, so a job that is refused
+still becomes a row, which says why. Only what cannot stand in a row is left out of it.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jobs import strict_json
+from jobs.lifecycle import ErrorCode
+from jobs.records import NewJob, storable
+from worker.generation import Refusal
+
+
+class _Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a job; bounds are NewJob's."""
+
+    url: str
+    body: dict[str, Any]
+    custom_id: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    max_attempts: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentJob:
+    new_job: NewJob
+    refusal: Refusal | None  # with one, the row is stored as failed
+
+
+def read_sent_job(job_id: str, kwargs: object, *, max_attempts: int, max_bytes: int) -> SentJob:
+    """Never raises: what is wrong is in the refusal."""
+    try:
+        sent = msgspec.convert(_strict(kwargs, max_bytes), _Job)
+        model = sent.body.get("model")
+        new_job = NewJob(
+            id=job_id,
+            url=sent.url,
+            model=model if isinstance(model, str) else "",
+            body=sent.body,
+            custom_id=sent.custom_id,
+            priority=sent.priority,
+            max_attempts=max_attempts if sent.max_attempts is None else sent.max_attempts,
+            deadline_s=sent.deadline_s,
+            metadata=sent.metadata or {},
+        )
+    except ValueError as error:  # msgspec's, strict_json's and NewJob's own are ValueErrors
+        refusal = Refusal(ErrorCode.INVALID_REQUEST, str(error))
+        return SentJob(new_job=_what_can_stand(job_id, kwargs), refusal=refusal)
+    return SentJob(new_job=new_job, refusal=None)
+
+
+def _strict(kwargs: object, max_bytes: int) -> object:
+    """As strictly read as a body over HTTP: Celery's JSON lets NaN and lone surrogates through."""
+    data = json.dumps(kwargs).encode()
+    if len(data) > max_bytes:
+        raise ValueError(f"a job may have at most {max_bytes} bytes, got {len(data)}")
+    return strict_json.loads(data)
+
+
+def _what_can_stand(job_id: str, kwargs: object) -> NewJob:
+    """A row to hang the refusal on."""
+    sent = kwargs if isinstance(kwargs, dict) else {}
+    body = sent.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    custom_id = sent.get("custom_id")
+    return NewJob(
+        id=job_id,
+        url=_text(sent.get("url")),
+        model=_text(model),
+        body={},
+        custom_id=_text(custom_id) or None,
+    )
+
+
+def _text(value: object) -> str:
+    return value[:128] if isinstance(value, str) and storable(value[:128]) else ""
