@@ -1,0 +1,185 @@
+"""A worker as Celery and SQL see it: `celery -A worker.app worker`, Valkey, and both databases."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+from celery import Celery
+
+from jobs.celery_app import GENERATE_TASK, queue_for
+from jobs.lifecycle import JobState
+from tests.worker.deployment import MODEL, Deployment, completion
+
+
+@pytest.fixture
+def worker(service):
+    return service.workers[0]
+
+
+def generate(service: Deployment, max_tokens: int = 20, body=None, **options) -> str:
+    """Send a whole job by Celery, as any backend service would; its job's id."""
+    task_id = str(uuid.uuid4())
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": max_tokens, "ignore_eos": True} | (
+        body or {}
+    )
+    job = {"url": "/v1/completions", "body": body}
+    service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id, **options)
+    return "job_" + task_id.replace("-", "")
+
+
+def mapped_files(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def engine_idle(service: Deployment) -> bool:
+    row = service.row_of(service.workers[0])
+    assert row is not None
+    return row.stats.get("num_free_blocks") == row.stats.get("num_blocks")
+
+
+def test_jobs_succeed_with_output_counts_and_times(service):
+    ids = service.submit(*(completion(30, prompt=f"job number {i}") for i in range(40)))
+    for row in service.ended(*ids):
+        assert row.state == JobState.SUCCEEDED, row.error
+        assert (row.attempt, row.completion_tokens, row.wasted_tokens) == (1, 30, 0)
+        assert row.finish_reason == "length"
+        assert row.output["usage"]["completion_tokens"] == 30
+        assert row.output["choices"][0]["text"]
+        assert row.created_at <= row.started_at <= row.first_token_at <= row.finished_at
+    assert service.unacknowledged() == 0
+
+
+def test_a_chat_is_answered_in_its_endpoints_shape(service):
+    messages = [{"role": "user", "content": "what is the capital?"}]
+    body = {"messages": messages, "prompt": None, "n": 2, "temperature": 1.0}
+    [job_id] = service.submit(completion(8, url="/v1/chat/completions", body=body))
+    [row] = service.ended(job_id)
+    assert row.state == JobState.SUCCEEDED, row.error
+    assert row.output["object"] == "chat.completion"
+    assert [choice["index"] for choice in row.output["choices"]] == [0, 1]
+    assert row.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"temperature": 3}, "invalid_request", "temperature"),
+        ({"prompt": [5, 400]}, "invalid_request", "prompt"),
+        ({"max_tokens": 20_000}, "invalid_request", "max_tokens"),
+        ({"prompt": [5] * 15_950, "max_tokens": 100}, "exceeds_capacity", "max_tokens"),
+    ],
+)
+def test_a_job_that_got_past_the_api_but_cannot_run_fails_once(service, worker, body, code, param):
+    engine = service.engine_pid(worker)
+    [job_id] = service.submit(completion(body=body))
+    [row] = service.ended(job_id)
+    assert row.state == JobState.FAILED
+    assert (row.error["code"], row.error["param"]) == (code, param)
+    assert row.attempt == 1
+    assert service.engine_pid(worker) == engine
+
+
+def test_cancelling_a_running_job_frees_its_blocks_and_it_never_shows_output(service):
+    [job_id] = service.submit(completion(15_000))
+    service.running(job_id)
+    assert not engine_idle(service)
+    service.cancel(job_id)
+    service.wait_for(lambda: engine_idle(service))
+    service.wait_for(lambda: service.get(job_id).wasted_tokens > 0)
+    row = service.get(job_id)
+    assert (row.state, row.output, row.completion_tokens) == (JobState.CANCELLED, None, 0)
+    [other] = service.submit(completion(20))
+    service.ended(other)
+    assert service.get(job_id) == row
+
+
+def test_a_celery_client_can_send_a_whole_job(service):
+    [row] = service.ended(generate(service))
+    assert row.state == JobState.SUCCEEDED, row.error
+    assert row.output["usage"]["completion_tokens"] == 20
+    assert row.model == MODEL
+
+
+def test_the_same_message_twice_is_one_job(service):
+    task_id = str(uuid.uuid4())
+    job = {"url": "/v1/completions", "body": {"model": MODEL, "prompt": "hi", "max_tokens": 5}}
+    for _ in range(3):
+        service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id)
+    [row] = service.ended("job_" + task_id.replace("-", ""))
+    assert (row.state, row.attempt) == (JobState.SUCCEEDED, 1)
+
+
+def test_a_whole_job_that_is_invalid_becomes_a_failed_row_that_says_why(service):
+    [bad_body, no_job] = [
+        generate(service, body={"temperature": -1}),
+        generate(service, body={"model": 5, "prompt": "\ud800"}),
+    ]
+    for row in service.ended(bad_body, no_job):
+        assert row.state == JobState.FAILED
+        assert row.error["code"] == "invalid_request"
+    assert service.get(bad_body).error["param"] == "temperature"
+
+
+def test_a_whole_job_for_another_workers_model_waits_for_that_worker(service):
+    job_id = generate(service, body={"model": "other"})
+    service.wait_for(lambda: service.find(job_id) is not None)
+    service.wait_for(lambda: service.get(job_id).published_at is not None)
+    assert service.get(job_id).state == JobState.QUEUED
+    with service.app.connection_for_read() as connection:
+        message = connection.SimpleQueue(queue_for("other")).get(timeout=10)
+        assert message.headers["id"] == job_id
+        message.ack()
+    service.cancel(job_id)
+
+
+def test_revoking_a_running_job_cancels_it(service):
+    job_id = generate(service, 15_000)
+    service.running(job_id)
+    task_id = str(uuid.UUID(job_id.removeprefix("job_")))
+    service.app.control.revoke(task_id, terminate=True)
+    [row] = service.ended(job_id)
+    assert (row.state, row.output) == (JobState.CANCELLED, None)
+    service.wait_for(lambda: engine_idle(service))
+
+
+def test_revoking_a_job_that_is_still_a_message_cancels_its_row(service):
+    job = completion(20)
+    service.app.control.revoke(job.id)
+    service.wait_for(lambda: job.id in _revoked(service.app))
+    service.submit(job)
+    [row] = service.ended(job.id)
+    assert (row.state, row.attempt) == (JobState.CANCELLED, 0)
+
+
+def _revoked(app: Celery) -> list[str]:
+    answers = app.control.inspect(timeout=5, limit=1).revoked() or {}
+    return [task_id for ids in answers.values() for task_id in ids]
+
+
+@pytest.mark.parametrize("limit", ["soft_time_limit", "time_limit"])
+def test_time_limits_end_a_job_in_the_engine_too(service, limit):
+    job_id = generate(service, 15_000, **{limit: 0.5})
+    [row] = service.ended(job_id)
+    assert (row.state, row.error["code"]) == (JobState.FAILED, "time_limit")
+    assert row.wasted_tokens > 0
+    service.wait_for(lambda: engine_idle(service))
+
+
+def test_monitors_see_the_pool_and_what_it_runs(service):
+    job_id = generate(service, 15_000)
+    service.running(job_id)
+    inspect = service.app.control.inspect(timeout=10, limit=1)
+    [stats] = inspect.stats().values()
+    assert stats["pool"]["implementation"] == "worker.pool:EnginePool"
+    assert stats["pool"]["jobs_running"] == 1
+    [active] = inspect.active().values()
+    assert [task["name"] for task in active] == [GENERATE_TASK]
+    service.cancel(job_id)
+    service.ended(job_id)
+
+
+def test_only_the_engine_process_loads_torch(service, worker):
+    [job_id] = service.submit(completion(20))
+    service.ended(job_id)
+    assert "libtorch" not in mapped_files(worker.pid)
+    assert "libtorch" in mapped_files(service.engine_pid(worker))

@@ -1,0 +1,10 @@
+"""The worker for `celery -A worker.app worker`: settings from the environment.
+
+It serves the first of the models in TOKENMILL_MODELS; `tokenmill worker --model` serves another.
+"""
+
+from jobs.settings import Settings
+from worker.application import make_worker_app
+
+settings = Settings.from_env()
+app = make_worker_app(settings, settings.models[0])

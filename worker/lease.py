@@ -1,0 +1,173 @@
+"""A worker's sign of life: one UPDATE of its own row every few seconds, by the database's clock.
+
+It beats only while the engine is idle or its step counter moves, so an engine that hangs loses its
+lease by itself: health comes from progress, not from a thread that happens to run. The beat's
+answer names the jobs that are ours no more; a hint over Redis that a job was cancelled brings the
+beat forward, and the row decides as always.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from jobs import claims
+from jobs.database import Database, transient
+from jobs.events import Subscription
+from jobs.records import WorkerInfo
+from worker.dispatcher import Dispatcher
+from worker.engine_client import EngineClient
+from worker.guard import start_thread
+
+HINT_WAIT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Whether the engine gets on with its work, by its step counter and a clock that is given."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._seen: tuple[int, int] | None = None  # (process, steps) when last looked
+        self._moved_at = 0.0
+
+    def look(self, *, restarts: int, steps: int, busy: bool, now: float) -> None:
+        if not busy or (restarts, steps) != self._seen:
+            self._seen = (restarts, steps)
+            self._moved_at = now
+
+    def moving(self, *, now: float, within_s: float) -> bool:
+        """It stepped within this time, or had nothing to do."""
+        return now - self._moved_at < within_s
+
+    def stalled(self, *, now: float) -> bool:
+        return now - self._moved_at >= self._stall_s
+
+
+class LeaseKeeper:
+    """The lease of one worker: opened, beaten, and ended when the worker has nothing left."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        info: WorkerInfo,
+        dispatcher: Dispatcher,
+        engine: EngineClient,
+        cancelled: Subscription,
+        beat_s: float,
+        lease_s: float,
+        stall_s: float,
+    ) -> None:
+        self._database = database
+        self._info = info
+        self._dispatcher = dispatcher
+        self._engine = engine
+        self._cancelled = cancelled
+        self._beat_s = beat_s
+        self._lease_s = lease_s
+        self._stall_s = stall_s
+        self._progress = Progress(stall_s)
+        self._news = threading.Event()  # a hint came, or the worker stops
+        self._stopping = threading.Event()
+        self._away = False  # the database, as far as the log knows
+        self._thread: threading.Thread | None = None
+
+    def start(self, poll: Callable[[], None]) -> None:
+        """Open the lease; `poll` runs while the database is away, and may raise."""
+        while not self._try(self._register):
+            poll()
+            time.sleep(0.5)
+        self._thread = start_thread("lease", self._run)
+        start_thread("cancel-hints", self._listen)
+
+    def stop(self) -> None:
+        """End the lease: what is still ours in SQL, if anything, is free for others at once."""
+        self._stopping.set()
+        self._news.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._try(self._unregister)
+
+    def _run(self) -> None:
+        beat_due = time.monotonic() + self._beat_s
+        while not self._stopping.is_set():
+            hinted = self._news.wait(max(0.0, min(beat_due - time.monotonic(), self._stall_s / 4)))
+            self._news.clear()
+            now = time.monotonic()
+            self._watch(now)
+            if hinted or now >= beat_due:
+                if self._progress.moving(now=now, within_s=max(self._beat_s, self._lease_s / 3)):
+                    self._try(self._beat)
+                else:
+                    logger.warning("no beat: the engine has work and does not step")
+                beat_due = time.monotonic() + self._beat_s
+
+    def _watch(self, now: float) -> None:
+        self._progress.look(
+            restarts=self._engine.num_restarts,
+            steps=self._engine.num_steps,
+            busy=self._dispatcher.engine_busy,
+            now=now,
+        )
+        if self._progress.stalled(now=now):
+            logger.error("engine stalled for %g s, replaced", self._stall_s)
+            self._engine.kill()
+
+    def _listen(self) -> None:
+        while not self._stopping.is_set():
+            ids = self._cancelled.wait(HINT_WAIT_S)
+            if ids and self._dispatcher.holds(ids):
+                self._news.set()
+
+    def _register(self) -> None:
+        with self._database.begin() as connection:
+            now = self._database.clock(connection)
+            claims.register_worker(connection, self._info, now=now, lease_s=self._lease_s)
+
+    def _unregister(self) -> None:
+        with self._database.begin() as connection:
+            now = self._database.clock(connection)
+            claims.unregister_worker(connection, self._info.id, now=now)
+
+    def _beat(self) -> None:
+        holding = self._dispatcher.holding()
+        stats = {
+            **self._dispatcher.stats(),
+            "engine_pid": self._engine.pid,
+            "engine_restarts": self._engine.num_restarts,
+        }
+        try:
+            with self._database.begin() as connection:
+                lost = claims.beat(
+                    connection,
+                    self._info.id,
+                    now=self._database.clock(connection),
+                    lease_s=self._lease_s,
+                    stats=stats,
+                    checkpoints=holding.checkpoints,
+                    held=holding.held,
+                )
+        except claims.UnknownWorker:
+            # asleep for so long that the row was swept away, and the jobs with it
+            logger.warning("lease was gone: registered again")
+            self._register()
+            lost = {each.id for each in holding.held}
+        self._dispatcher.lose([each for each in holding.held if each.id in lost])
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        """False when the database is away, which is logged once."""
+        try:
+            action()
+        except SQLAlchemyError as error:
+            if not transient(error):
+                raise
+            if not self._away:
+                logger.warning("no beat: database away (%s)", type(error).__name__)
+            self._away = True
+            return False
+        self._away = False
+        return True

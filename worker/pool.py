@@ -1,0 +1,265 @@
+"""EnginePool: a Celery pool whose one worker is an inference engine.
+
+Celery keeps what it is good at: the broker connection, revokes, time limits, events, Flower, warm
+and cold stops. The pool tells it how many messages to take (as many as the KV cache can hold),
+when to acknowledge one (its claim is in SQL) and how it ended (its result is). The task's own
+function is never called.
+
+Which of Celery's internals this stands on, and since when each is as it is: `BasePool`'s hooks and
+the keywords of `on_apply` (2.x), the callbacks' arguments (4.x), the request dict in `args[2]`
+(4.0), `worker_disable_prefetch` asking `num_processes` before every BRPOP (5.6), the hub's waker
+(kombu 5.7). tests/worker/test_celery_contract.py holds each of them.
+"""
+
+import functools
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+from celery import signals
+from celery.concurrency.base import BasePool, apply_target
+from celery.exceptions import WorkerShutdown
+from celery.worker import state
+
+from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
+from jobs.settings import ModelEntry, Settings
+from worker.delivery import CeleryCallbacks, Delivery
+from worker.sent_job import read_sent_job
+from worker.setup import Parts, StartError
+
+EXIT_START_FAILED = 78  # sysexits.h: configuration error
+LIMITS_EVERY_S = 0.1
+FLUSH_S = 10.0  # for the last transaction of a stop
+
+logger = logging.getLogger(__name__)
+
+
+class EnginePool(BasePool):
+    """Feeds one engine. `pool_for` binds it to a deployment's settings and a model."""
+
+    settings: ClassVar[Settings]
+    model: ClassVar[ModelEntry]
+
+    signal_safe = False
+    body_can_be_buffer = True
+    task_join_will_block = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parts: Parts | None = None
+        self._hub: Any = None
+        self._for_hub: deque[Callable[[], Any]] = deque()
+        self._others = ThreadPoolExecutor(1, thread_name_prefix="other-tasks")
+        self._broker_errors: tuple[type[BaseException], ...] = ()
+        self._num_stop_signals = 0
+        self._stopping = False
+
+    # -- start
+
+    def on_start(self) -> None:
+        """Load the model, open the lease. A worker that cannot says why and ends."""
+        self._does_debug = False  # Celery would log every task's arguments, prompts among them
+        # strong: celery's signals forget a bound method of which nobody else keeps a reference
+        signals.worker_shutting_down.connect(self._on_stop_signal, weak=False)
+        signals.task_revoked.connect(self._on_revoked, weak=False)
+        try:
+            parts = Parts(
+                self.settings,
+                self.model,
+                worker_id=f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:12]}",
+                max_jobs=self.limit,
+                wake=self._wake,
+            )
+        except StartError as error:
+            raise _start_failed(error) from error
+        try:
+            parts.start(state.maybe_shutdown)
+        except BaseException as error:
+            parts.stop()
+            if isinstance(error, StartError):
+                raise _start_failed(error) from error
+            raise
+        self._parts = parts
+
+    def register_with_event_loop(self, loop: Any) -> None:
+        """Called again after every reconnection, with its timers gone."""
+        self._hub = loop
+        broker = self.app.connection_for_read()
+        self._broker_errors = (*broker.connection_errors, *broker.channel_errors)
+        loop.call_repeatedly(LIMITS_EVERY_S, self._tick)
+        loop.call_soon(self._run_for_hub)
+
+    def _get_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = super()._get_info()  # type: ignore[misc]
+        if self._parts is not None:
+            info |= {"model": self.model.name, **self._parts.dispatcher.stats()}
+        return info
+
+    # -- work
+
+    @property
+    def num_processes(self) -> int:
+        """Celery takes a message while it has fewer reserved than this: so many, plus the free."""
+        if self._parts is None:
+            return 0
+        # not our own count of messages: a reconnect makes Celery forget some that we still hold
+        return len(state.reserved_requests) + self._parts.dispatcher.places()
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        callback: Callable[..., Any],
+        accept_callback: Callable[..., Any],
+        timeout_callback: Callable[..., Any] | None = None,
+        soft_timeout: float | None = None,
+        timeout: float | None = None,
+        **_: Any,
+    ) -> Any:
+        """Take a message. Returns what Celery will call `terminate` on."""
+        assert self._parts is not None
+        task_name, task_id, request = args[:3]
+        if task_name not in (RUN_TASK, GENERATE_TASK):
+            return self._others.submit(
+                apply_target,
+                *(target, args, kwargs),
+                callback=self._in_hub(callback),
+                accept_callback=self._in_hub(accept_callback),
+            )
+        job_id = job_id_of(task_id)
+        delivery = Delivery(
+            job_id,
+            CeleryCallbacks(
+                accept=accept_callback, end=callback, time_out=timeout_callback or _nothing
+            ),
+            soft_limit_s=soft_timeout,
+            hard_limit_s=timeout,
+            in_hub=self._call_in_hub,
+            on_terminate=functools.partial(self._terminate, task_id),
+        )
+        if task_name == RUN_TASK:
+            self._parts.dispatcher.receive_id(delivery)
+        else:
+            sent = read_sent_job(
+                job_id,
+                request["kwargs"],
+                max_attempts=self.settings.max_attempts,
+                max_bytes=self.settings.max_job_bytes,
+            )
+            self._parts.dispatcher.receive_job(delivery, sent)
+        return delivery
+
+    def terminate_job(self, pid: int, signal: int | None = None) -> None:
+        """The pid is this very process; the delivery's own `terminate` follows."""
+
+    def _terminate(self, task_id: str, delivery: Delivery) -> None:
+        if self._parts is not None:
+            self._parts.dispatcher.terminate(delivery, revoked=task_id in state.revoked)
+
+    def _on_revoked(self, request: Any = None, terminated: bool = False, **_: Any) -> None:
+        """A message that was revoked before it came here is acknowledged by Celery: end its row."""
+        if self._parts is None or terminated or request is None:
+            return
+        task_name = getattr(request, "task", None)
+        if task_name in (RUN_TASK, GENERATE_TASK):
+            self._parts.dispatcher.cancel(job_id_of(request.id))
+
+    # -- Celery's thread
+
+    def _call_in_hub(self, call: Callable[[], Any]) -> None:
+        """Run it on the event loop, in the order asked; while there is no connection, later."""
+        self._for_hub.append(call)
+        if self._hub is not None:
+            self._hub.call_soon(self._run_for_hub)
+
+    def _in_hub(self, call: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *args: self._call_in_hub(functools.partial(call, *args))
+
+    def _run_for_hub(self) -> None:
+        while self._for_hub:
+            self._for_hub.popleft()()
+
+    def _wake(self) -> None:
+        if self._hub is not None:
+            self._hub.call_soon(_nothing)
+
+    def _tick(self) -> None:
+        if self._parts is not None:
+            self._parts.dispatcher.check_limits()
+        self._run_for_hub()
+
+    # -- stop
+
+    def _on_stop_signal(self, how: str = "Warm", **_: Any) -> None:
+        """In a signal handler. The second signal, or a cold one, ends the grace."""
+        self._num_stop_signals += 1
+
+    def on_stop(self) -> None:
+        """Finish what fits in the grace time, hand back the rest, and tell Celery of each.
+
+        A cold stop calls this inside its signal handler, perhaps in the middle of a warm one.
+        """
+        parts = self._parts
+        if parts is None or self._stopping:
+            return
+        self._stopping = True
+        parts.dispatcher.begin_drain()
+        deadline = time.monotonic() + self.settings.drain_grace_s
+        while parts.dispatcher.num_in_hands and not self._hurried and time.monotonic() < deadline:
+            self._turn_hub()
+        parts.dispatcher.hand_back_all()
+        flushed = parts.ledger.flush()
+        deadline = time.monotonic() + FLUSH_S
+        while time.monotonic() < deadline and not (
+            flushed.is_set() and not parts.dispatcher.num_in_hands
+        ):
+            self._turn_hub()
+        parts.stop()
+        self._turn_hub()  # the last acknowledgements
+        self._others.shutdown(cancel_futures=True)
+
+    on_terminate = on_stop
+
+    @property
+    def _hurried(self) -> bool:
+        return self._num_stop_signals > 1 or bool(state.should_terminate)
+
+    def _turn_hub(self) -> None:
+        """One turn of the event loop: callbacks, acknowledgements, remote control."""
+        try:
+            if self._hub is None:
+                time.sleep(LIMITS_EVERY_S)
+            else:
+                self._hub.run_once()
+            self._run_for_hub()
+        except self._broker_errors as error:
+            # without Redis there is nothing to acknowledge to; the rows are what counts
+            logger.warning("broker lost while stopping: %s", type(error).__name__)
+            self._hub = None
+
+
+def pool_for(settings: Settings, model: ModelEntry) -> type[EnginePool]:
+    """The pool of a deployment's model, in the form Celery wants: a class."""
+    return type(
+        "EnginePool",
+        (EnginePool,),
+        {"settings": settings, "model": model, "__module__": EnginePool.__module__},
+    )
+
+
+def _start_failed(error: StartError) -> WorkerShutdown:
+    """Celery's way to end a worker with an exit code, without a trace nobody needs."""
+    logger.critical("worker cannot start: %s", error)
+    return WorkerShutdown(EXIT_START_FAILED)
+
+
+def _nothing(*_: Any) -> None:
+    """A callback that does nothing."""

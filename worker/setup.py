@@ -1,0 +1,145 @@
+"""Puts a worker together from its parts, and takes it apart again. The only place that wires them.
+
+StartError
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.tokenizer import Tokenizer, TokenizerError
+from jobs.database import Database
+from jobs.events import Channel, Publisher, Subscription
+from jobs.records import WorkerInfo
+from jobs.settings import ModelEntry, Settings
+from worker.dispatcher import Dispatcher
+from worker.engine_client import EngineClient, EngineEvents, EngineStartError
+from worker.lease import LeaseKeeper
+from worker.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The worker cannot run here; the message says what is missing."""
+
+
+class Parts:
+    """One worker's engine, ledger, lease and dispatcher."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: ModelEntry,
+        *,
+        worker_id: str,
+        max_jobs: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """Raises StartError when the model's folder cannot be read."""
+        self._settings = settings
+        self._model = model
+        self._worker_id = worker_id
+        self._lease: LeaseKeeper | None = None
+        tokenizer = _load_tokenizer(model)
+        self._publisher = Publisher(settings)
+        self._cancelled = Subscription(settings, Channel.CANCELLED)
+        self._database = Database(settings.database_url, pool_size=settings.database_pool)
+        self.engine = EngineClient(engine_config(settings, model), log_level=settings.log_level)
+        self.ledger = Ledger(
+            self._database,
+            worker_id=worker_id,
+            window_s=settings.ledger_window_ms / 1000,
+            max_rows=settings.ledger_rows,
+            max_crashes=settings.max_crashes,
+            announce=self._announce,
+        )
+        self.dispatcher = Dispatcher(
+            model=model.name,
+            tokenizer=tokenizer,
+            post=self.ledger.post,
+            send=self.engine.send,
+            wake=wake,
+            max_jobs=max_jobs,
+            max_crashes=settings.max_crashes,
+        )
+
+    def start(self, poll: Callable[[], None]) -> None:
+        """Load the model, then open the lease; `poll` runs meanwhile and may raise.
+
+        Raises StartError.
+        """
+        events = EngineEvents(
+            on_ready=self.dispatcher.engine_ready,
+            on_stepped=self.dispatcher.engine_stepped,
+            on_died=self.dispatcher.engine_died,
+        )
+        try:
+            ready = self.engine.start(events, poll)
+        except EngineStartError as error:
+            raise StartError(f"model {self._model.name}: {error}") from error
+        self._lease = LeaseKeeper(
+            self._database,
+            info=WorkerInfo(
+                id=self._worker_id,
+                hostname=socket.gethostname(),
+                pid=os.getpid(),
+                model=self._model.name,
+                max_num_seqs=ready.max_num_seqs,
+                kv_tokens=ready.kv_tokens,
+                max_model_len=ready.max_model_len,
+            ),
+            dispatcher=self.dispatcher,
+            engine=self.engine,
+            cancelled=self._cancelled,
+            beat_s=self._settings.beat_s,
+            lease_s=self._settings.lease_s,
+            stall_s=self._settings.stall_s,
+        )
+        self._lease.start(poll)
+        self.ledger.start()
+        self.dispatcher.start()
+
+    def stop(self) -> None:
+        """Whatever is still held is left to the lease, which ends now."""
+        self.engine.stop()
+        self.ledger.stop()
+        if self._lease is not None:
+            self._lease.stop()
+        self._publisher.close()
+        self._database.dispose()
+
+    def _announce(self, ids: Collection[str]) -> None:
+        self._publisher.publish(Channel.ENDED, ids)
+
+
+def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
+    return EngineConfig(
+        model=model.path,
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        enable_prefix_caching=settings.prefix_caching,
+        num_threads=settings.threads,
+    )
+
+
+def _load_tokenizer(model: ModelEntry) -> Tokenizer:
+    if not Path(model.path).exists():
+        raise StartError(
+            f"model {model.name}: {model.path} does not exist; "
+            f"`tokenmill models fetch {model.name}` gets it, if it is one we know"
+        )
+    try:
+        return Tokenizer.load(model.path)
+    except (TokenizerError, OSError) as error:
+        raise StartError(f"model {model.name}: {error}") from error

@@ -1,0 +1,93 @@
+"""The sweeper: returns what dead workers held, ends what is late, keeps the runway filled.
+
+Any process may run it, and any number of them: each pass is a few statements that decide by
+themselves, so two sweepers do the work of one. Nothing here is remembered from pass to pass but
+what the log has been told; a sweeper that dies is replaced by starting another.
+"""
+
+import logging
+import threading
+import time
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from jobs import sweep
+from jobs.celery_app import make_app
+from jobs.database import Database, transient
+from jobs.events import Channel, Publisher
+from jobs.lifecycle import TERMINAL
+from jobs.runway import Runway, RunwayDown
+from jobs.settings import Settings
+
+PURGE_EVERY_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+def run(settings: Settings, stop: threading.Event) -> None:
+    """Sweep every `sweep_s` seconds until `stop` is set."""
+    with Sweeper(settings) as sweeper:
+        while not stop.wait(settings.sweep_s):
+            sweeper.sweep()
+
+
+class Sweeper:
+    """One pass after another. Survives the database and Redis being away."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._database = Database(settings.database_url, pool_size=1)
+        self._runway = Runway(settings, make_app(settings))
+        self._publisher = Publisher(settings)
+        self._away: set[str] = set()  # of "database" and "redis", as the log knows it
+        self._purge_due = 0.0
+
+    def sweep(self) -> None:
+        """One pass. What cannot be done now is left to the next."""
+        try:
+            self._rescue()
+            self._reached("database")
+            self._runway.refill(self._database)
+            self._reached("redis")
+        except RunwayDown as error:
+            self._missed("redis", error)
+        except SQLAlchemyError as error:
+            if not transient(error):
+                raise
+            self._missed("database", error)
+
+    def close(self) -> None:
+        self._runway.close()
+        self._publisher.close()
+        self._database.dispose()
+
+    def __enter__(self) -> "Sweeper":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _rescue(self) -> None:
+        with self._database.begin() as connection:
+            now = self._database.clock(connection)
+            reaped = sweep.reap(connection, now)
+            expired = sweep.expire(connection, now)
+            if time.monotonic() >= self._purge_due:
+                sweep.purge(connection, now=now, idempotency_ttl_s=self._settings.idempotency_ttl_s)
+                self._purge_due = time.monotonic() + PURGE_EVERY_S
+        for job in reaped:
+            logger.warning("job %s taken from a silent worker: state=%s", job.id, job.state)
+        if expired:
+            logger.info("%d jobs expired", len(expired))
+        ended = [job.id for job in reaped if job.state in TERMINAL] + expired
+        self._publisher.publish(Channel.ENDED, ended)
+
+    def _missed(self, server: str, error: Exception) -> None:
+        if server not in self._away:
+            logger.warning("%s away (%s), trying on", server, type(error).__name__)
+        self._away.add(server)
+
+    def _reached(self, server: str) -> None:
+        if server in self._away:
+            logger.warning("%s back", server)
+        self._away.discard(server)
