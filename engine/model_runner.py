@@ -65,7 +65,7 @@ class ModelRunner:
             dtype=dtype,
         )
         self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
-        self._kv_cache = KVCache(shape, self.num_blocks, self.device)
+        self.kv_cache = KVCache(shape, self.num_blocks, self.device)
         logger.info(
             "model %s loaded: device=%s dtype=%s num_blocks=%d max_model_len=%d",
             config.model, self.device, dtype, self.num_blocks, self.max_model_len,
@@ -78,7 +78,7 @@ class ModelRunner:
         The result stands at the row's place in the plan: None for a row that does not sample, a
         NumericalError for one whose logits are not numbers. Changes the KV cache.
         """
-        self._kv_cache.copy_blocks(plan.block_copies, self._kernels)
+        self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
         results: list[int | NumericalError | None] = [None] * len(plan.scheduled)
         if plan.empty:
             return results
@@ -97,7 +97,7 @@ class ModelRunner:
             batch.token_ids,
             batch.positions,
             batch.metadata,
-            self._kv_cache.layers,
+            self.kv_cache.layers,
             batch.logit_rows,
         )
 

@@ -9,7 +9,6 @@ look at the 64 likeliest tokens, and at more only where those do not settle the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ from engine.kernels.philox import philox_4x32_10
 from engine.sampling_params import SamplingParams
 
 FIRST_CANDIDATES = 64
-CANDIDATE_GROWTH = 4
-NOISE_CHUNK = 16384  # tokens whose noise is made at once: its temporaries stay in the cache
+CANDIDATE_GROWTH = 16  # 64, 1,024, then more than most vocabularies have
+NOISE_TILE = 16384  # numbers made at once on a CPU: their temporaries stay in its cache
 
 
 class NumericalError(ArithmeticError):
@@ -76,14 +75,17 @@ def _group(params: SamplingParams, vocab_size: int) -> str:
 
 
 def _draw_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
-    """Draws from the whole vocabulary, a row and a chunk at a time."""
-    tokens: list[int] = []
-    for row_logits, row in zip(_scaled(logits, rows), rows, strict=True):
-        noises = [
-            _gumbel(torch.arange(start, end, device=logits.device).unsqueeze(0), [row])[0]
-            for start, end in pairwise([*range(0, logits.shape[1], NOISE_CHUNK), logits.shape[1]])
-        ]
-        tokens.append(int((row_logits.double() + torch.cat(noises)).argmax()))
+    """Draws from the whole vocabulary."""
+    vocab_size = logits.shape[1]
+    scores = _scaled(logits, rows).double()
+    tile_size = NOISE_TILE if logits.device.type == "cpu" else max(1, scores.numel())
+    height, width = max(1, tile_size // vocab_size), min(tile_size, vocab_size)
+    for top in range(0, len(rows), height):
+        for left in range(0, vocab_size, width):
+            tile = scores[top : top + height, left : left + width]
+            ids = torch.arange(left, left + tile.shape[1], device=logits.device)
+            tile += _gumbel(ids.unsqueeze(0), rows[top : top + height])
+    tokens: list[int] = scores.argmax(dim=-1).tolist()
     return tokens
 
 
@@ -150,7 +152,7 @@ def _scaled(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _gumbel(
-    token_ids: Tensor,  # [R, K] int64
+    token_ids: Tensor,  # [R, K] or [1, K] int64
     rows: Sequence[SampledRow],  # [R]
 ) -> Tensor:  # [R, K] float64
     """-log(-log u) with u = (word + ½) / 2³², word the first of Philox(seed; v, position, …)."""
@@ -159,15 +161,13 @@ def _gumbel(
         dtype=np.uint64,
     )
     if token_ids.device.type == "cpu":
+        # numpy to the end: torch would start its threads for each of many small operations
         position, index, low, high = (column[:, None] for column in words.T)
         ids = token_ids.numpy().astype(np.uint64)
         word = philox_4x32_10((ids, position, index, np.zeros_like(index)), (low, high))[0]
-        random_words = torch.from_numpy(word.view(np.int64))
-    else:
-        columns = torch.from_numpy(words.view(np.int64)).to(token_ids.device).unsqueeze(2)
-        position, index, low, high = columns.unbind(1)
-        random_words = philox_4x32_10(
-            (token_ids, position, index, torch.zeros_like(index)), (low, high)
-        )[0]
-    uniform = (random_words.double() + 0.5) * 2.0**-32
+        return torch.from_numpy(-np.log(-np.log((word + 0.5) * 2.0**-32)))
+    columns = torch.from_numpy(words.view(np.int64)).to(token_ids.device).unsqueeze(2)
+    position, index, low, high = columns.unbind(1)
+    counter = (token_ids, position, index, torch.zeros_like(index))
+    uniform = (philox_4x32_10(counter, (low, high))[0].double() + 0.5) * 2.0**-32
     return -(-uniform.log()).log()

@@ -173,21 +173,14 @@ class Checkpoint:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor in the file's own type, on the CPU, mapped from the file."""
-        if name not in self._file_of:
-            raise MissingTensorError(f"{self.folder} has no tensor {name}")
-        handle = self._handle(self._file_of[name])
-        found = handle.get_slice(name)
+        found = self._find(name)
         if tuple(found.get_shape()) != shape:
             raise TensorShapeError(
                 f"{self.folder}: {name} must have shape {list(shape)}, got {found.get_shape()}"
             )
-        if found.get_dtype() not in DTYPES:
-            raise UnsupportedModelError(
-                f"{self.folder}: {name} has type {found.get_dtype()}; "
-                f"only {', '.join(sorted(DTYPES))} are read"
-            )
+        self.dtype_of(name)
         self._taken.add(name)
-        tensor: Tensor = handle.get_tensor(name)
+        tensor: Tensor = self._handle(self._file_of[name]).get_tensor(name)
         return tensor
 
     def check_all_taken(self, ignored: re.Pattern[str]) -> None:
@@ -203,23 +196,28 @@ class Checkpoint:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type a tensor is stored in."""
-        if name not in self._file_of:
-            raise MissingTensorError(f"{self.folder} has no tensor {name}")
-        stored: str = self._handle(self._file_of[name]).get_slice(name).get_dtype()
+        stored: str = self._find(name).get_dtype()
         if stored not in DTYPES:
-            raise UnsupportedModelError(f"{self.folder}: {name} has type {stored}")
+            raise UnsupportedModelError(
+                f"{self.folder}: {name} has type {stored}; "
+                f"only {', '.join(sorted(DTYPES))} are read"
+            )
         return DTYPES[stored]
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation: generation_config.json's, else config.json's."""
-        generation = {}
-        if (self.folder / "generation_config.json").exists():
-            generation = _read_json(self.folder, "generation_config.json")
-        found = generation.get("eos_token_id", self.config.get("eos_token_id"))
+        name, read = "generation_config.json", {}
+        if (self.folder / name).exists():
+            read = _read_json(self.folder, name)
+        if "eos_token_id" not in read:
+            name, read = "config.json", self.config
+        found = read.get("eos_token_id")
         ids = [] if found is None else found if isinstance(found, list) else [found]
         if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise MalformedCheckpointError(f"{self.folder}: eos_token_id is not an id: {found!r}")
+            raise MalformedCheckpointError(
+                f"{self.folder}/{name}: eos_token_id must be an id or a list of ids, got {found!r}"
+            )
         return frozenset(ids)
 
     @property
@@ -238,6 +236,17 @@ class Checkpoint:
                     file.seek(i * max(0, size - 65536) // (SAMPLES_PER_FILE - 1))
                     digest.update(file.read(65536))
         return digest.digest()
+
+    def _find(self, name: str) -> Any:
+        """A tensor's place in its file."""
+        if name not in self._file_of:
+            raise MissingTensorError(f"{self.folder} has no tensor {name}")
+        try:
+            return self._handle(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise MissingTensorError(
+                f"{self.folder}/{self._file_of[name]} has no tensor {name}: {error}"
+            ) from error
 
     def _handle(self, file_name: str) -> Any:
         if file_name not in self._open:
@@ -282,7 +291,7 @@ def checkpoint_sha256(folder: Path) -> str:
 
 def _checked_path(folder: Path, name: str) -> Path:
     """A file of the folder, by plain name; its links may not lead out of the checkpoint."""
-    if Path(name).name != name or "\\" in name or "\0" in name:
+    if not name or Path(name).name != name or "\\" in name or "\0" in name:
         raise OutsideFolderError(f"{folder} refers to {name!r}, which is a path, not a file name")
     roots = [folder.resolve()]
     if folder.parent.name == "snapshots":  # the hub's cache keeps the content in blobs/ next to it
@@ -291,8 +300,8 @@ def _checked_path(folder: Path, name: str) -> Path:
     real = path.resolve()
     if not any(real.is_relative_to(root) for root in roots):
         raise OutsideFolderError(f"{path} leads out of the checkpoint, to {real}")
-    if not real.exists():
-        raise CheckpointNotFoundError(f"{path} does not exist")
+    if not real.is_file():
+        raise CheckpointNotFoundError(f"{path} is not a file")
     return path
 
 

@@ -119,12 +119,13 @@ def _sliding_windows(
     elif family == "mistral":
         types = ["full_attention" if window is None else "sliding_attention"] * num_layers
     else:
-        first = _count(config, "max_window_layers", 28, 28) if window is not None else num_layers
-        types = ["full_attention"] * min(first, num_layers)
-        types += ["sliding_attention"] * (num_layers - len(types))
+        first = num_layers
+        if window is not None:
+            first = min(num_layers, _count(config, "max_window_layers", 28, least=0))
+        types = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     known = {"full_attention": None, "sliding_attention": window}
     for kind in types:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise UnsupportedModelError(f"layer_types has {kind!r}; known are {', '.join(known)}")
         if kind == "sliding_attention" and window is None:
             raise MalformedCheckpointError(
@@ -144,6 +145,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """The base of the rotary angles: transformers 5's rope_parameters, or the older two keys."""
     theta = config.get("rope_theta")
+    rotated = config.get("partial_rotary_factor", 1.0)
     for name in ("rope_parameters", "rope_scaling"):
         parameters = config.get(name)
         if parameters is None:
@@ -153,26 +155,33 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind != "default":
             raise UnsupportedModelError(f"{name} has rope_type {kind!r}; only 'default' is known")
-        unknown = sorted(parameters.keys() - {"rope_type", "type", "rope_theta"})
-        if unknown and parameters != {"rope_type": kind, "partial_rotary_factor": 1.0}:
-            raise UnsupportedModelError(f"{name} has settings that are not known: {unknown}")
-        theta = parameters.get("rope_theta", theta)
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor must be 1, got {config['partial_rotary_factor']!r}"
+        unknown = sorted(
+            parameters.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         )
+        if unknown:
+            raise UnsupportedModelError(f"{name} has settings that are not known: {unknown}")
+        rotated = parameters.get("partial_rotary_factor", rotated)
+        theta = parameters.get("rope_theta", theta)
+    if rotated != 1.0:
+        raise UnsupportedModelError(f"partial_rotary_factor must be 1, got {rotated!r}")
     return _positive({"rope_theta": theta}, "rope_theta", 10000.0)
 
 
 def _count(
-    config: Mapping[str, Any], name: str, missing: int | None = None, null: int | None = None
+    config: Mapping[str, Any],
+    name: str,
+    missing: int | None = None,  # what an absent key means
+    null: int | None = None,  # what a null means
+    *,
+    least: int = 1,
 ) -> int:
-    """A whole number of at least 1; `missing` stands for an absent key, `null` for a null."""
     value = config.get(name, missing)
     if value is None:
         value = null
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise MalformedCheckpointError(f"{name} must be an integer of at least 1, got {value!r}")
+    if type(value) is not int or not least <= value < 2**31:
+        raise MalformedCheckpointError(
+            f"{name} must be an integer of at least {least}, got {value!r}"
+        )
     return value
 
 

@@ -1,0 +1,65 @@
+"""The kernels again, one token and one head at a time, in float64: slow, and hard to get wrong."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    query: Tensor,  # [T, H, D]
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D]
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:  # [T, H, D] float64
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
+    out = torch.empty(query.shape, dtype=torch.float64)
+    for n, seq_len in enumerate(seq_lens.tolist()):
+        first, last = cu_query_lens[n].item(), cu_query_lens[n + 1].item()
+        for t in range(first, last):
+            position = seq_len - (last - t)
+            start = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            for head in range(num_heads):
+                kv_head = head * num_kv_heads // num_heads
+                keys, values = torch.empty(2, position + 1 - start, head_dim, dtype=torch.float64)
+                for i, at in enumerate(range(start, position + 1)):
+                    block = block_tables[n, at // block_size].item()
+                    keys[i], values[i] = kv_cache[block, kv_head, :, at % block_size].double()
+                weights = (keys @ query[t, head].double() * scale).softmax(0)
+                out[t, head] = weights @ values
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair as a complex number, turned by its angle."""
+    low, high = x.double().chunk(2, dim=-1)
+    angle = torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    turned = torch.complex(low, high) * angle
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """One rounding of the result, and float32 sums before it."""
+    rounding = torch.finfo(dtype).eps / 2
+    return {"rtol": rounding + 1e-5, "atol": rounding * 1e-2 + 1e-5}
+
+
+def angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """[T, head_dim // 2] float64"""
+    rates = [math.exp(-math.log(theta) * 2 * i / head_dim) for i in range(head_dim // 2)]
+    return positions.double().unsqueeze(1) * torch.tensor(rates, dtype=torch.float64)

@@ -1,0 +1,162 @@
+"""Every implementation of every kernel against float64, on shapes drawn afresh in each run.
+
+The seed stands in the test's name; put it into SEEDS to see a failure again.
+"""
+
+import random
+import secrets
+
+import pytest
+import torch
+
+from engine.kernels.registry import PROVIDERS, REFERENCE, select_kernels
+from tests.engine.kernels import oracle
+
+SEEDS = [secrets.randbelow(2**32) for _ in range(8)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DEVICES = [torch.device(name) for name in PROVIDERS if name == "cpu" or torch.cuda.is_available()]
+CASES = {
+    f"{device}-{name}": (kernels, device)
+    for device in DEVICES
+    for name, kernels in (("reference", REFERENCE), ("selected", select_kernels(device)))
+    if name == "reference" or kernels is not REFERENCE
+}
+
+pytestmark = [
+    pytest.mark.parametrize(("kernels", "device"), CASES.values(), ids=CASES.keys()),
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+    pytest.mark.parametrize("seed", SEEDS),
+]
+
+
+@pytest.fixture
+def draw(seed):
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def normal(*shape, dtype, device):
+    return torch.randn(shape).to(device, dtype)
+
+
+def attention_case(draw, dtype, device):
+    """Sequences of odd lengths in shuffled blocks; every slot that holds no token holds a NaN."""
+    num_kv_heads, group = draw.choice((1, 2, 3)), draw.choice((1, 2, 3, 5))
+    head_dim, block_size = draw.choice((2, 8, 20, 64)), draw.choice((1, 3, 8, 16))
+    seq_lens = [draw.randint(1, 60) for _ in range(draw.randint(1, 5))]
+    query_lens = [draw.choice((1, length, draw.randint(1, length))) for length in seq_lens]
+    counts = [-(-length // block_size) for length in seq_lens]
+    num_blocks = sum(counts) + 2
+    free = draw.sample(range(num_blocks), num_blocks)
+    cache = torch.full((num_blocks, num_kv_heads, 2, block_size, head_dim), torch.nan)
+    tables = torch.full((len(seq_lens), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
+    for n, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        for i in range(count):
+            block = free.pop()
+            tables[n, i] = block
+            held = min(block_size, length - i * block_size)
+            cache[block, :, :, :held] = torch.randn(num_kv_heads, 2, held, head_dim)
+    cumulated = torch.tensor([0, *query_lens]).cumsum(0)
+    return {
+        "query": normal(
+            sum(query_lens), num_kv_heads * group, head_dim, dtype=dtype, device=device
+        ),
+        "kv_cache": cache.to(device, dtype),
+        "block_tables": tables.to(device),
+        "cu_query_lens": cumulated.to(device, torch.int32),
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        "scale": head_dim**-0.5,
+        "sliding_window": draw.choice((None, 1, draw.randint(1, 70))),
+    }
+
+
+def test_attention_equals_float64_and_never_reads_a_free_slot(kernels, device, dtype, draw):
+    case = attention_case(draw, dtype, device)
+    found = kernels.paged_attention(**case)
+    assert found.dtype == dtype
+    on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in case.items()}
+    expected = oracle.paged_attention(**on_cpu)
+    torch.testing.assert_close(found.cpu().double(), expected, **oracle.tolerance(dtype))
+
+
+def test_attention_takes_query_views_as_layers_hand_them_over(kernels, device, dtype, draw):
+    case = attention_case(draw, dtype, device)
+    expected = kernels.paged_attention(**case)
+    query = case["query"]
+    wide = torch.cat((query, torch.full_like(query, torch.nan)), dim=1)
+    found = kernels.paged_attention(**case | {"query": wide[:, : query.shape[1]]})
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(kernels, device, dtype, draw):
+    num_blocks, heads, block_size, dim = (draw.randint(1, 9) for _ in range(4))
+    cache = normal(num_blocks, heads, 2, block_size, dim, dtype=dtype, device=device)
+    slots = draw.sample(range(num_blocks * block_size), draw.randint(1, num_blocks * block_size))
+    # as a layer hands them over: slices of one wider tensor
+    fused = normal(len(slots), 2 * heads + 1, dim, dtype=dtype, device=device)
+    key, value = fused[:, 1 : heads + 1], fused[:, heads + 1 :]
+    expected = cache.clone()
+    for token, slot in enumerate(slots):
+        expected[slot // block_size, :, 0, slot % block_size] = key[token]
+        expected[slot // block_size, :, 1, slot % block_size] = value[token]
+    kernels.store_kv(key, value, cache, torch.tensor(slots, device=device))
+    assert torch.equal(cache, expected)
+
+
+def test_blocks_are_copied_as_they_were_before_the_first_copy(kernels, device, dtype, draw):
+    num_blocks = draw.randint(3, 20)
+    cache = normal(num_blocks, 2, 2, 3, 5, dtype=dtype, device=device)
+    destinations = draw.sample(range(num_blocks), draw.randint(1, num_blocks))
+    sources = [draw.randrange(num_blocks) for _ in destinations]
+    before = cache.clone()
+    kernels.copy_blocks(
+        cache,
+        torch.tensor(sources, device=device),
+        torch.tensor(destinations, device=device),
+    )
+    for block in range(num_blocks):
+        source = sources[destinations.index(block)] if block in destinations else block
+        assert torch.equal(cache[block], before[source])
+
+
+def test_rms_norm_equals_float64(kernels, device, dtype, draw):
+    shape = [draw.randint(1, 7) for _ in range(draw.randint(1, 2))] + [draw.randint(1, 700)]
+    x = normal(*shape, dtype=dtype, device=device) * 10 ** draw.uniform(-2, 2)
+    weight, eps = normal(shape[-1], dtype=dtype, device=device), 10 ** draw.uniform(-6, -4)
+    found = kernels.rms_norm(x, weight, eps)
+    assert found.dtype == dtype
+    expected = oracle.rms_norm(x.cpu(), weight.cpu(), eps)
+    torch.testing.assert_close(found.cpu().double(), expected, **oracle.tolerance(dtype))
+
+
+def test_add_rms_norm_changes_the_residual_and_norms_it(kernels, device, dtype, draw):
+    shape = (draw.randint(1, 40), draw.randint(1, 700))
+    x, residual = normal(2, *shape, dtype=dtype, device=device)
+    weight = normal(shape[-1], dtype=dtype, device=device)
+    total = x + residual
+    found = kernels.add_rms_norm(x.clone(), residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    expected = oracle.rms_norm(total.cpu(), weight.cpu(), 1e-5)
+    torch.testing.assert_close(found.cpu().double(), expected, **oracle.tolerance(dtype))
+
+
+def test_rotary_turns_each_pair_in_place(kernels, device, dtype, draw):
+    tokens, heads, kv_heads = draw.randint(1, 30), draw.randint(1, 9), draw.randint(1, 4)
+    dim = 2 * draw.randint(1, 64)
+    fused = normal(tokens, heads + kv_heads + 1, dim, dtype=dtype, device=device)
+    query, key, rest = fused[:, :heads], fused[:, heads:-1], fused[:, -1:].clone()
+    angle = torch.rand(tokens, dim // 2, device=device) * 100
+    cos, sin = angle.cos(), angle.sin()
+    expected = [oracle.rotary(x.cpu(), cos.cpu(), sin.cpu()) for x in (query, key)]
+    kernels.rotary(query, key, cos, sin)
+    for found, wanted in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(found.cpu().double(), wanted, **oracle.tolerance(dtype))
+    assert torch.equal(fused[:, -1:], rest)
+
+
+def test_silu_mul_equals_float64(kernels, device, dtype, draw):
+    gate_up = normal(draw.randint(1, 30), 2 * draw.randint(1, 700), dtype=dtype, device=device)
+    found = kernels.silu_mul(gate_up * 4)
+    assert found.dtype == dtype
+    expected = oracle.silu_mul(gate_up.cpu() * 4)
+    torch.testing.assert_close(found.cpu().double(), expected, **oracle.tolerance(dtype))

@@ -1,0 +1,68 @@
+"""Tiny checkpoints of each family with random weights, written by transformers."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 211
+SIZE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZE),
+    "llama, tied, with biases and wide heads": lambda: LlamaConfig(
+        **SIZE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16
+    ),
+    "mistral, window of 11": lambda: MistralConfig(**SIZE, sliding_window=11),
+    "mistral, no window": lambda: MistralConfig(**SIZE, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SIZE, tie_word_embeddings=False),
+    "qwen2, tied": lambda: Qwen2Config(**SIZE, tie_word_embeddings=True),
+    "qwen2, window of 9 in the second layer": lambda: Qwen2Config(
+        **SIZE, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZE, head_dim=10),
+    "qwen3, tied, with biases": lambda: Qwen3Config(
+        **SIZE, head_dim=8, tie_word_embeddings=True, attention_bias=True
+    ),
+}
+CLASSES = {
+    LlamaConfig: LlamaForCausalLM,
+    MistralConfig: MistralForCausalLM,
+    Qwen2Config: Qwen2ForCausalLM,
+    Qwen3Config: Qwen3ForCausalLM,
+}
+
+
+def write_checkpoint(name: str, folder: Path) -> PreTrainedModel:
+    """Save a family's model to a folder; the model, in float32, is what it must be equal to."""
+    config = CONFIGS[name]()
+    torch.manual_seed(len(name))
+    model = CLASSES[type(config)](config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # biases and norms begin as 0 and 1, and would hide that they are left out
+            if key.endswith("bias") or "norm" in key:
+                parameter += torch.randn_like(parameter) * 0.3
+    model.save_pretrained(folder)
+    return model
