@@ -7,6 +7,7 @@ import logging
 import uuid
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import internal_error
@@ -41,6 +42,8 @@ class Edge:
 
         try:
             await self.app(scope, receive, stamped)
+        except ClientDisconnect:
+            return  # nobody is there to answer
         except Exception:
             logger.exception("request %s failed: path=%r", request_id, scope["path"])
             if started:
