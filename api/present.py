@@ -10,7 +10,7 @@ from jobs.forecast import Forecast, forecast
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.records import JobRecord
 
-FRESH_S = 0.5
+FRESH_S = 1.0
 
 
 class Presenter:
@@ -23,23 +23,39 @@ class Presenter:
     def objects(
         self, records: Sequence[JobRecord], connection: Connection, now: float
     ) -> list[dict[str, Any]]:
-        return [self._object(connection, record, now) for record in records]
+        forecasts = {
+            model: self._forecast(connection, model, records, now)
+            for model in {record.model for record in records if not record.ended}
+        }
+        return [
+            job_object(record, None, None)
+            if record.ended
+            else job_object(
+                record,
+                forecasts[record.model].position(record),
+                forecasts[record.model].eta_s(record, now),
+            )
+            for record in records
+        ]
 
-    def _object(self, connection: Connection, record: JobRecord, now: float) -> dict[str, Any]:
-        position, eta_s = None, None
-        if not record.ended:
-            seen = self._forecast(connection, record, now)
-            position = seen.position(record.id) if record.state == JobState.QUEUED else None
-            eta_s = seen.eta_s(record, now)
-        return job_object(record, position, eta_s)
-
-    def _forecast(self, connection: Connection, record: JobRecord, now: float) -> Forecast:
+    def _forecast(
+        self, connection: Connection, model: str, records: Sequence[JobRecord], now: float
+    ) -> Forecast:
+        """One that is fresh, and knows the given jobs even if it was made before they came."""
         with self._lock:
-            seen = self._forecasts.get(record.model)
-        if seen is None or seen.taken_at < max(now - FRESH_S, record.created_at):
-            seen = forecast(connection, record.model, now)
-            with self._lock:
-                self._forecasts[record.model] = seen
+            seen = self._forecasts.get(model)
+        if seen is None or seen.taken_at < now - FRESH_S:
+            seen = forecast(connection, model, now)
+        elif newer := [
+            record
+            for record in records
+            if record.model == model
+            and record.state == JobState.QUEUED
+            and record.created_at >= seen.taken_at
+        ]:
+            seen = seen.with_jobs(newer)
+        with self._lock:
+            self._forecasts[model] = seen
         return seen
 
 

@@ -42,7 +42,7 @@ class Services:
             await self.redis.aclose()
 
 
-def get_services(request: Request) -> Services:
+async def get_services(request: Request) -> Services:  # a plain function costs a thread each call
     services = request.app.state.services
     assert isinstance(services, Services)
     return services

@@ -7,9 +7,11 @@ ended lately, there is no forecast.
 """
 
 import statistics
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import attrgetter
 
 from sqlalchemy import Connection, func, literal_column, select
 
@@ -18,6 +20,7 @@ from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs, workers
 from jobs.records import JobRecord
 
 MAX_POSITION = 10_000  # further back than this a job has no position
+NO_DEADLINE = 1e15  # as the column due_at has it: behind every deadline
 WINDOW_S = 300.0
 MAX_RECENT = 500
 MIN_RECENT = 5
@@ -37,15 +40,6 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What stands before a queued job in its model's queue."""
-
-    position: int  # 1 is next
-    max_tokens: int  # sum over the jobs ahead
-    max_tokens_squared: int  # sum of squares, for the spread of what they will use
-
-
-@dataclass(frozen=True, slots=True)
 class Pace:
     """What the last minutes say of one model. The pairs are a low and a high value."""
 
@@ -57,16 +51,38 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A queued job's key in the order of the queue, and how much it may generate."""
+
+    key: tuple[int, float, float, str]  # as QUEUE_ORDER
+    max_tokens: int
+
+
 class Forecast:
-    """A model's queue and pace at one moment. Holds at most MAX_POSITION queued jobs."""
+    """A model's queue and pace at one moment."""
 
-    taken_at: float
-    ahead: dict[str, Ahead]
-    pace: Pace | None
+    def __init__(self, taken_at: float, pace: Pace | None, queue: Iterable[Place]) -> None:
+        self.taken_at = taken_at
+        self.pace = pace
+        self._queue = sorted(queue, key=attrgetter("key"))[:MAX_POSITION]
+        self._keys = [place.key for place in self._queue]
+        # what stands before the first, before the second, … ; squares for the spread of the sum
+        self._tokens_ahead = [0, *accumulate(place.max_tokens for place in self._queue)]
+        self._squares_ahead = [0, *accumulate(place.max_tokens**2 for place in self._queue)]
 
-    def position(self, job_id: str) -> int | None:
-        ahead = self.ahead.get(job_id)
-        return None if ahead is None else ahead.position
+    def with_jobs(self, jobs: Iterable[JobRecord]) -> "Forecast":
+        """The same with jobs that joined the queue since."""
+        known = {key[-1] for key in self._keys}
+        new = [_place(job) for job in jobs if job.id not in known]
+        return Forecast(self.taken_at, self.pace, [*self._queue, *new])
+
+    def position(self, job: JobRecord) -> int | None:
+        """1 is next; None for a job that is not queued, or further back than MAX_POSITION."""
+        if job.state != JobState.QUEUED:
+            return None
+        key = _place(job).key
+        index = bisect_left(self._keys, key)
+        return index + 1 if self._keys[index : index + 1] == [key] else None
 
     def eta_s(self, job: JobRecord, now: float) -> tuple[float, float] | None:
         """Seconds until the job's end, at least and at most, None when nobody can know."""
@@ -76,21 +92,21 @@ class Forecast:
             share * job.max_tokens * token_s
             for share, token_s in zip(self.pace.share, self.pace.token_s, strict=True)
         )
+        position = self.position(job)
         if job.state == JobState.RUNNING and job.started_at is not None:
             elapsed = now - job.started_at
             low, high = low - elapsed, high - elapsed
-        elif job.state == JobState.QUEUED and job.id in self.ahead:
-            wait_low, wait_high = self._wait_s(self.ahead[job.id], self.pace)
+        elif job.state == JobState.QUEUED and position is not None:
+            wait_low, wait_high = self._wait_s(self.pace, position - 1)
             low, high = low + wait_low, high + wait_high
         else:
             return None
         # a job that runs longer than all others did is past what the past can tell
         return None if high <= 0 else (max(0.0, low), high)
 
-    @staticmethod
-    def _wait_s(ahead: Ahead, pace: Pace) -> tuple[float, float]:
-        mean = pace.mean_share * ahead.max_tokens
-        spread = DEVIATIONS * pace.share_deviation * ahead.max_tokens_squared**0.5
+    def _wait_s(self, pace: Pace, num_ahead: int) -> tuple[float, float]:
+        mean = pace.mean_share * self._tokens_ahead[num_ahead]
+        spread = DEVIATIONS * pace.share_deviation * self._squares_ahead[num_ahead] ** 0.5
         slow, fast = pace.tokens_per_s
         return max(0.0, mean - spread) / fast, (mean + spread) / slow
 
@@ -103,7 +119,7 @@ def forecast(connection: Connection, model: str, now: float) -> Forecast:
     pace = None
     if has_worker:
         pace = measure(_recent(connection, model, now), _running(connection, model), now)
-    return Forecast(now, _queue(connection, model), pace)
+    return Forecast(now, pace, _queue(connection, model))
 
 
 def measure(recent: Sequence[Run], running: Sequence[tuple[float, int]], now: float) -> Pace | None:
@@ -166,20 +182,19 @@ def _tails(values: Sequence[float]) -> tuple[float, float]:
     return values[cut], values[-1 - cut]
 
 
-def _queue(connection: Connection, model: str) -> dict[str, Ahead]:
+def _place(job: JobRecord) -> Place:
+    due_at = NO_DEADLINE if job.deadline_at is None else job.deadline_at
+    return Place((-job.priority, due_at, job.created_at, job.id), job.max_tokens)
+
+
+def _queue(connection: Connection, model: str) -> list[Place]:
     query = (
-        select(jobs.c.id, jobs.c.max_tokens)
+        select(*QUEUE_ORDER, jobs.c.max_tokens)
         .where(jobs.c.model == model, QUEUED)
         .order_by(*QUEUE_ORDER)
         .limit(MAX_POSITION)
     )
-    ahead: dict[str, Ahead] = {}
-    total = squares = 0
-    for position, (job_id, max_tokens) in enumerate(connection.execute(query), start=1):
-        ahead[job_id] = Ahead(position, total, squares)
-        total += max_tokens
-        squares += max_tokens**2
-    return ahead
+    return [Place(tuple(key), max_tokens) for *key, max_tokens in connection.execute(query)]
 
 
 def _recent(connection: Connection, model: str, now: float) -> list[Run]:

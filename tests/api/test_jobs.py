@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.lifecycle import ErrorCode, JobState, error_object
-from tests.api.conftest import MODEL, chat, completion, error_of, submit
+from tests.api.conftest import MODEL, chat, completion, error_of, submit, until
 
 
 def test_an_ended_job_carries_the_endpoints_response(client, hands):
@@ -136,7 +136,9 @@ def test_a_queued_job_says_how_many_are_before_it(client):
 def test_a_forecast_appears_once_jobs_have_ended(client, hands):
     for _ in range(6):
         hands.finish(hands.claim(submit(client)["id"]))
-    eta_s = submit(client)["eta_s"]
+    url = f"/v1/jobs/{submit(client)['id']}"
+    until(lambda: client.get(url).json()["eta_s"] is not None)  # a forecast is kept for a second
+    eta_s = client.get(url).json()["eta_s"]
     assert set(eta_s) == {"low", "high"}
     assert 0 <= eta_s["low"] <= eta_s["high"] < 60
 

@@ -3,12 +3,13 @@
 import random
 import statistics
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from jobs import claims
 from jobs.claims import JobResult
-from jobs.forecast import Ahead, Forecast, Run, backlogs, forecast, measure
+from jobs.forecast import Forecast, Run, _place, backlogs, forecast, measure
 from jobs.lifecycle import JobState
 from tests.jobs.conftest import MODEL, new_job
 
@@ -51,13 +52,15 @@ def simulate(seed: int, *, slots: int, step_s: float = 0.05):
 
 
 def record(job: Simulated, state: JobState):
-    values = {
-        "max_tokens": job.max_tokens,
-        "state": state,
-        "started_at": job.start,
-        "id": str(id(job)),
-    }
-    return type("Record", (), values)
+    return SimpleNamespace(
+        id=f"{job.created:012.3f} {id(job)}",
+        priority=0,
+        deadline_at=None,
+        created_at=job.created,
+        started_at=job.start,
+        max_tokens=job.max_tokens,
+        state=state,
+    )
 
 
 @pytest.mark.parametrize("slots", [4, 16])
@@ -73,12 +76,7 @@ def test_most_jobs_end_within_the_interval_that_was_forecast(seed, slots):
             if j.end is not None and j.end > now - 300
         ]
         pace = measure(recent, [(j.start, j.max_tokens) for j in running], now)
-        ahead, total, squares = {}, 0, 0
-        for position, job in enumerate(queue, start=1):
-            ahead[str(id(job))] = Ahead(position, total, squares)
-            total += job.max_tokens
-            squares += job.max_tokens**2
-        seen = Forecast(now, ahead, pace)
+        seen = Forecast(now, pace, [_place(record(job, JobState.QUEUED)) for job in queue])
         for job, state in [(j, JobState.QUEUED) for j in queue] + [
             (j, JobState.RUNNING) for j in running
         ]:
@@ -119,16 +117,47 @@ def test_positions_follow_priority_then_deadline_then_age(bench):
         new_job(max_tokens=1), new_job(priority=3), new_job(deadline_s=60)
     )
     seen = bench.call(forecast, MODEL, bench.now)
-    positions = {job.id: seen.position(job.id) for job in (urgent, late, ordinary)}
+    positions = {job.id: seen.position(job) for job in (urgent, late, ordinary)}
     assert list(positions.values()) == [1, 2, 3]
+
+
+def test_a_job_far_back_has_no_position(bench, monkeypatch):
+    monkeypatch.setattr("jobs.forecast.MAX_POSITION", 3)
+    records = bench.submit(*(new_job() for _ in range(5)))
+    seen = bench.call(forecast, MODEL, bench.now)
+    assert [seen.position(record) for record in records] == [1, 2, 3, None, None]
 
 
 def test_a_running_job_has_no_position_and_is_not_ahead_of_anyone(bench):
     bench.register()
     first, second = bench.submit(new_job(), new_job())
-    bench.claim(min(first.id, second.id))
+    bench.claim(first.id)
     seen = bench.call(forecast, MODEL, bench.now)
-    assert sorted((seen.position(first.id) or 0, seen.position(second.id) or 0)) == [0, 1]
+    assert seen.position(first) is None
+    assert seen.position(second) == 1
+
+
+def test_a_job_that_started_since_has_no_position_any_more(bench):
+    bench.register()
+    (job,) = bench.submit(new_job())
+    seen = bench.call(forecast, MODEL, bench.now)
+    assert seen.position(job) == 1
+    bench.claim(job.id)
+    assert seen.position(bench.get(job.id)) is None
+
+
+def test_jobs_that_joined_since_take_their_place(bench):
+    first, last = bench.submit(new_job(), new_job(priority=-1))
+    seen = bench.call(forecast, MODEL, bench.now)
+    bench.now += 1
+    later = bench.submit(new_job(), new_job(priority=9), new_job(priority=-1))
+    joined = seen.with_jobs([*later, first])
+    order = [later[1], first, later[0], last, later[2]]
+    assert [joined.position(job) for job in order] == [1, 2, 3, 4, 5]
+    assert joined.taken_at == seen.taken_at
+    assert seen.position(later[0]) is None
+    fresh = bench.call(forecast, MODEL, bench.now)
+    assert [fresh.position(job) for job in order] == [1, 2, 3, 4, 5]
 
 
 def test_no_forecast_without_a_live_worker_or_before_enough_jobs_ended(bench):
