@@ -33,6 +33,10 @@ GAUGES = {
 }
 COUNTERS = {
     "num_steps": ("engine_steps", "Steps of the engine."),
+    "step_s": ("engine_step_seconds", "Time in steps."),
+    "scheduled_seqs": ("engine_scheduled_sequences", "Sequences, counted in every step."),
+    "scheduled_tokens": ("engine_scheduled_tokens", "Tokens computed, some of them again."),
+    "engine_restarts": ("engine_restarts", "Engine processes that had to be replaced."),
     "num_preemptions": ("engine_preemptions", "Sequences that lost their blocks to another."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted sequences."),
     "cached_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache."),

@@ -1,7 +1,11 @@
 """GET /metrics, read as Prometheus reads it."""
 
+from dataclasses import fields
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.routes.metrics import COUNTERS, GAUGES
+from engine.outputs import EngineStats
 from jobs import claims
 from tests.api.conftest import MODEL, completion, submit
 
@@ -18,6 +22,8 @@ STATS = {
     "last_step_seqs": 3.0,
     "last_step_tokens": 17.0,
     "peak_step_seqs": 8.0,
+    "engine_restarts": 1,
+    "engine_pid": 4711,
 }
 
 
@@ -54,6 +60,7 @@ def test_engines_show_what_their_workers_said(client, hands):
     assert seen["tokenmill_engine_kv_blocks", *label] == 64
     assert seen["tokenmill_engine_kv_blocks_free", *label] == 60
     assert seen["tokenmill_engine_preemptions_total", *label] == 2
+    assert seen["tokenmill_engine_restarts_total", *label] == 1
     assert seen["tokenmill_prompt_tokens_total", *label] == 400
     assert seen["tokenmill_prefix_hit_tokens_total", *label] == 100
     assert seen["tokenmill_generated_tokens_total", *label] == 900
@@ -65,3 +72,8 @@ def test_every_name_is_ours_and_has_a_meaning(sqlite_client, hands):
     for family in text_string_to_metric_families(text):
         assert family.name.startswith("tokenmill_")
         assert family.documentation
+
+
+def test_the_numbers_asked_of_workers_are_those_an_engine_has():
+    told = {field.name for field in fields(EngineStats)} | {"engine_restarts"}
+    assert told >= GAUGES.keys() | COUNTERS.keys()
