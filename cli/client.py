@@ -1,0 +1,126 @@
+"""A small synchronous client of the jobs API, for the commands of this package.
+
+ClientError
+├── Unreachable      nobody answers there
+└── Refused          the service said no: `status`, `param`
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+LONGEST_WAIT_S = 60  # of one long-poll: the service allows no more
+ENDED = frozenset({"succeeded", "failed", "cancelled", "expired"})
+
+Job = dict[str, Any]  # a job object as the service shows it
+
+
+class ClientError(Exception):
+    """A call did not work. The message can be shown as it is."""
+
+
+class Unreachable(ClientError):
+    """No connection, or no answer in time."""
+
+
+class Refused(ClientError):
+    """An error object of the service."""
+
+    def __init__(self, message: str, *, status: int, param: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class Client:
+    """Talks to the service at `url` ("http://127.0.0.1:8000"). Every method raises ClientError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # trust_env off: a proxy from the environment has no business with a local service
+        self._http = httpx.Client(
+            base_url=self.url, timeout=httpx.Timeout(90.0, connect=5.0), trust_env=False
+        )
+
+    def submit(self, jobs: Sequence[Mapping[str, Any]], *, key: str | None = None) -> list[Job]:
+        """Accept all or none of `jobs`; repeated with the same `key` it finds the same jobs."""
+        headers = {"Idempotency-Key": key} if key else {}
+        answer = self._call("POST", "/v1/jobs", json=list(jobs), headers=headers)
+        return list(answer["data"])
+
+    def job(self, job_id: str, *, wait_s: float = 0) -> Job:
+        """The job now, or when it ends within `wait_s` (at most 60) seconds."""
+        return self._call("GET", f"/v1/jobs/{job_id}", params={"wait": wait_s})
+
+    def cancel(self, job_id: str) -> Job:
+        return self._call("POST", f"/v1/jobs/{job_id}/cancel")
+
+    def newest(self, limit: int, *, status: str | None = None) -> list[Job]:
+        """The newest jobs, newest first."""
+        params: dict[str, Any] = {"limit": limit} | ({"status": status} if status else {})
+        return list(self._call("GET", "/v1/jobs", params=params)["data"])
+
+    def models(self) -> list[str]:
+        return [str(model["id"]) for model in self._call("GET", "/v1/models")["data"]]
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the service can do jobs, and what it says of its parts."""
+        answer = self._send("GET", "/health/ready")
+        return answer.status_code == 200, answer.json()
+
+    def wait(
+        self, job_ids: Collection[str], *, on_end: Callable[[Job], None] = lambda job: None
+    ) -> dict[str, Job]:
+        """Block until all have ended. A service that is away for a while is waited for."""
+        ended: dict[str, Job] = {}
+        for job_id in job_ids:
+            while job_id not in ended:
+                try:
+                    job = self.job(job_id, wait_s=LONGEST_WAIT_S)
+                except Unreachable:
+                    time.sleep(1.0)
+                    continue
+                if job["status"] in ENDED:
+                    ended[job_id] = job
+                    on_end(job)
+        return ended
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        answer = self._send(method, path, **options)
+        if answer.is_success:
+            return dict(answer.json())
+        try:
+            error = answer.json()["error"]
+            message, param = str(error["message"]), error["param"]
+        except (ValueError, KeyError, TypeError):
+            message, param = answer.text[:200], None
+        raise Refused(
+            f"{answer.status_code} {message}" + (f" ({param})" if param else ""),
+            status=answer.status_code,
+            param=param,
+        )
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise Unreachable(
+                f"no answer from {self.url}: {error} (is it running? `tokenmill up`)"
+            ) from None

@@ -1,0 +1,242 @@
+"""`tokenmill submit` and `tokenmill status`: a running service, seen from a terminal."""
+
+import json
+import sys
+from datetime import datetime
+from typing import IO, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cli.addresses import service_url
+from cli.client import Client, ClientError, Job
+from cli.options import environment
+from jobs.settings import Settings
+
+MOST_JOBS_PER_CALL = 1000
+
+url_option = click.option(
+    "--url", help="The service; by default the one of this environment (http://127.0.0.1:8000)."
+)
+
+
+@click.command()
+@url_option
+@click.option("--model", help="Which model; may be left out when the service has one.")
+@click.option("--prompt", "-p", help="One user message.")
+@click.option("--system", help="A system message before it.")
+@click.option("--max-tokens", type=int, help="Most tokens to generate.")
+@click.option("--temperature", type=float, help="0 is greedy.")
+@click.option("--priority", type=int, default=0, show_default=True, help="-10 to 10, higher first.")
+@click.option(
+    "--file", "-f", "jobs_file", type=click.File(), help="Jobs as JSON lines; - is stdin."
+)
+@click.option("--idempotency-key", help="Repeating a call with the same key submits nothing twice.")
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Wait for the jobs' ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print job objects, one a line.")
+def submit(
+    url: str | None,
+    model: str | None,
+    prompt: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    priority: int,
+    jobs_file: IO[str] | None,
+    idempotency_key: str | None,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Send one prompt, or a file of jobs, and print the answers.
+
+    A line of the file is a job: {"url": "/v1/chat/completions", "body": {"messages": ...}}.
+    Exit status 0: all succeeded (or, with --no-wait, were accepted); 1: not all did.
+    """
+    if (prompt is None) == (jobs_file is None):
+        raise click.UsageError("give either --prompt or --file")
+    try:
+        with Client(url or _local_url()) as client:
+            model = model or _only_model(client)
+            if prompt is not None:
+                jobs = [_chat(prompt, system, max_tokens, temperature, priority)]
+            else:
+                assert jobs_file is not None
+                jobs = _read_lines(jobs_file)
+            for job in jobs:
+                job["body"].setdefault("model", model)
+            accepted = _submit_all(client, jobs, idempotency_key)
+            ended = _wait(client, accepted) if wait else accepted
+    except ClientError as error:
+        raise click.ClickException(str(error)) from None
+    for job in ended:
+        if as_json:
+            click.echo(json.dumps(job))
+        elif wait:
+            click.echo(_answer(job), err=job["status"] != "succeeded")
+        else:
+            click.echo(job["id"])
+    if wait and any(job["status"] != "succeeded" for job in ended):
+        sys.exit(1)
+
+
+@click.command()
+@click.argument("job_id", required=False)
+@url_option
+@click.option("--limit", type=click.IntRange(1, 1000), default=10, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing: the exit status says it.")
+def status(job_id: str | None, url: str | None, limit: int, as_json: bool, quiet: bool) -> None:
+    """Show the service's state and its newest jobs, or the job JOB_ID.
+
+    Exit status 0: the service is ready (the job exists); 1: it is not.
+    """
+    console = Console(quiet=quiet)
+    try:
+        with Client(url or _local_url()) as client:
+            if job_id is not None:
+                job = client.job(job_id)
+                if as_json:
+                    console.print_json(data=job)
+                else:
+                    _show_job(console, job)
+                return
+            is_ready, parts = client.readiness()
+            jobs = [] if quiet else client.newest(limit)
+    except ClientError as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        console.print_json(data={"ready": is_ready, "readiness": parts, "jobs": jobs})
+    else:
+        _show_service(console, client.url, is_ready, parts, jobs)
+    if not is_ready:
+        sys.exit(1)
+
+
+def short(text: str, width: int) -> str:
+    """`text` on one line, cut to `width` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def text_of(job: Job) -> str:
+    """The first choice's text of a job that succeeded."""
+    choice = job["response"]["body"]["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}"
+
+
+def _local_url() -> str:
+    return service_url(Settings.from_env(environment()))
+
+
+def _only_model(client: Client) -> str:
+    models = client.models()
+    if len(models) != 1:
+        raise click.UsageError(f"--model must be one of: {', '.join(models)}")
+    return models[0]
+
+
+def _chat(
+    prompt: str,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    priority: int,
+) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}] if system else []
+    body: dict[str, Any] = {"messages": [*messages, {"role": "user", "content": prompt}]}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    if temperature is not None:
+        body["temperature"] = temperature
+    return {"url": "/v1/chat/completions", "body": body, "priority": priority}
+
+
+def _read_lines(file: IO[str]) -> list[dict[str, Any]]:
+    jobs = []
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            job = json.loads(line)
+        except ValueError as error:
+            raise click.ClickException(f"line {number} is not JSON: {error}") from None
+        if not isinstance(job, dict) or not isinstance(job.get("body"), dict):
+            raise click.ClickException(f"line {number} is not a job: it has no object `body`")
+        jobs.append(job)
+    if not jobs:
+        raise click.ClickException("the file holds no job")
+    return jobs
+
+
+def _submit_all(client: Client, jobs: list[dict[str, Any]], key: str | None) -> list[Job]:
+    accepted: list[Job] = []
+    for start in range(0, len(jobs), MOST_JOBS_PER_CALL):
+        # each call is accepted or refused whole: a file longer than one call needs a key for each
+        part_key = f"{key}-{start}" if key and len(jobs) > MOST_JOBS_PER_CALL else key
+        accepted += client.submit(jobs[start : start + MOST_JOBS_PER_CALL], key=part_key)
+    return accepted
+
+
+def _wait(client: Client, jobs: list[Job]) -> list[Job]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("jobs", total=len(jobs))
+        ids = [str(job["id"]) for job in jobs]
+        ended = client.wait(ids, on_end=lambda _: progress.advance(task))
+    return [ended[job_id] for job_id in ids]
+
+
+def _answer(job: Job) -> str:
+    if job["status"] == "succeeded":
+        return text_of(job)
+    error = job["error"] or {}
+    return f"{job['id']} {job['status']}: {error.get('message', '')}"
+
+
+def _show_job(console: Console, job: Job) -> None:
+    table = Table(show_header=False)
+    for key in ("id", "custom_id", "model", "url", "status", "attempt", "priority"):
+        table.add_row(key, str(job[key]))
+    table.add_row("created", _moment(job["created_at"]))
+    for key, value in {**job["usage"], **job["timings"]}.items():
+        table.add_row(key, seconds(value) if key.endswith("_s") else str(value))
+    if job["status"] == "succeeded":
+        table.add_row("text", text_of(job))
+    elif job["error"]:
+        table.add_row("error", str(job["error"]["message"]))
+    elif job["queue_position"] is not None:
+        table.add_row("queue_position", str(job["queue_position"]))
+    console.print(table, markup=False)
+
+
+def _show_service(
+    console: Console, url: str, is_ready: bool, parts: dict[str, Any], jobs: list[Job]
+) -> None:
+    console.print(f"{url} is {'ready' if is_ready else 'not ready'}")
+    for name, value in parts.items():
+        if name != "status":
+            console.print(f"  {name}: {value}", markup=False)
+    if not jobs:
+        return
+    table = Table("job", "custom id", "model", "status", "created", "tokens", "total s")
+    for job in jobs:
+        table.add_row(
+            job["id"],
+            job["custom_id"] or "",
+            job["model"],
+            job["status"],
+            _moment(job["created_at"]),
+            str(job["usage"]["total_tokens"]),
+            seconds(job["timings"]["total_s"]),
+        )
+    console.print(table, markup=False)
+
+
+def _moment(epoch_s: float) -> str:
+    return datetime.fromtimestamp(epoch_s).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,68 @@
+"""The `tokenmill` command. Each subcommand is loaded when it is called: --help stays quick, and a
+process holds only its own floor of the house.
+
+Exit status: 0 done, 1 it failed (the last line on stderr says why), 2 wrong usage.
+"""
+
+import importlib
+import sys
+
+import click
+
+from jobs.settings import SettingsError
+
+# name: (where, what it does)
+COMMANDS = {
+    "up": ("cli.up:up", "Run the whole service on this machine until Ctrl-C."),
+    "demo": ("cli.demo:demo", "Run 48 prompts through the whole service and show what happened."),
+    "submit": ("cli.client_commands:submit", "Send jobs to a running service."),
+    "status": ("cli.client_commands:status", "Show a running service, or one job."),
+    "models": ("cli.model_commands:models", "List and fetch models."),
+    "doctor": ("cli.doctor:doctor", "Say what is missing or unsafe, and how to mend it."),
+    "api": ("cli.processes:api", "Run the HTTP API."),
+    "worker": ("cli.processes:worker", "Run a worker: one engine for one model."),
+    "sweeper": ("cli.processes:sweeper", "Run the sweeper."),
+    "migrate": ("cli.processes:migrate", "Bring the database to the newest schema."),
+}
+
+
+class Commands(click.Group):
+    """Knows its subcommands' names and summaries without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tokenmill")
+def tokenmill() -> None:
+    """Turn a queue of generation jobs into rows of text and token statistics.
+
+    Settings come from the environment (DATABASE_URL, REDIS_URL, TOKENMILL_*; see
+    docs/settings.md); options of a command override them.
+    """
+
+
+def main() -> None:
+    """Entry point of the `tokenmill` script."""
+    try:
+        tokenmill()
+    except SettingsError as error:
+        click.echo(f"tokenmill: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The long-running processes of a deployment, one command each, and the migration before them.
+
+Each imports its floor when it is called: the API process must not carry the worker's imports, nor
+the other way round.
+"""
+
+import signal
+import sys
+import threading
+
+import click
+
+from cli.options import environment, settings_of
+
+
+@click.command()
+@click.option("--host", help="Address to listen on (TOKENMILL_HOST).")
+@click.option("--port", type=int, help="Port to listen on (TOKENMILL_PORT).")
+def api(host: str | None, port: int | None) -> None:
+    """Run the HTTP API until SIGTERM."""
+    settings = settings_of(environment(host=host, port=port))
+    from api.main import run
+
+    run(settings)
+
+
+@click.command()
+@click.option("--model", help="Which of TOKENMILL_MODELS to run; may be left out if there is one.")
+@click.option(
+    "--concurrency", type=int, help="Most sequences in one step (TOKENMILL_MAX_NUM_SEQS)."
+)
+def worker(model: str | None, concurrency: int | None) -> None:
+    """Run a worker until SIGTERM: it takes jobs for one model and runs them in one engine."""
+    settings = settings_of(environment(max_num_seqs=concurrency))
+    names = [entry.name for entry in settings.models]
+    if (model is None and len(names) > 1) or (model is not None and model not in names):
+        got = f"; got {model}" if model else ""
+        raise click.UsageError(f"--model must be one of: {', '.join(names)}{got}")
+    from worker.main import run_worker
+
+    sys.exit(run_worker(settings, settings.model(model or names[0])))
+
+
+@click.command()
+def sweeper() -> None:
+    """Run the sweeper until SIGTERM: lapsed leases, deadlines and the runway of every model."""
+    settings = settings_of(environment())
+    from worker.sweeper import run
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    run(settings, stop)
+
+
+@click.command()
+def migrate() -> None:
+    """Bring the database of DATABASE_URL to the newest schema. Safe to repeat."""
+    settings = settings_of(environment())
+    import migrations
+
+    migrations.upgrade(settings.database_url)
+    click.echo("the database is at the newest schema")
