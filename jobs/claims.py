@@ -181,7 +181,8 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
 
     A result the database refuses does not sink the others: its job fails as `unstorable`.
     """
-    results = list({result.id: result for result in reversed(results)}.values())
+    # the first of two for one claim counts; an old and a new claim of one job may both be here
+    results = list({(each.id, each.fence): each for each in reversed(results)}.values())
     if not results:
         return set()
     try:

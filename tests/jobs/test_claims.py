@@ -113,6 +113,18 @@ def test_a_stale_fence_writes_nothing(bench):
     assert bench.call(claims.finish, [success(fresh)], now=NOW) == {record.id}
 
 
+def test_results_of_an_old_and_a_new_claim_in_one_call_are_told_apart(bench):
+    (record,) = bench.submit(new_job())
+    bench.register()
+    (old,) = bench.claim(record.id)
+    release(bench, old)
+    (new,) = bench.claim(record.id)
+    results = [success(job, output={"fence": job.fence}) for job in (old, new)]
+    results.append(success(new, output={"fence": "twice"}))
+    assert bench.call(claims.finish, results, now=NOW) == {record.id}
+    assert bench.get(record.id).output == {"fence": new.fence}
+
+
 def test_a_batch_of_claims_and_results_is_one_call(bench):
     ids = [record.id for record in bench.submit(*(new_job() for _ in range(600)))]
     bench.register()
