@@ -27,7 +27,7 @@ from worker.guard import start_thread
 from worker.messages import Command, Ready, Start, StartFailed, Stepped, Stop, decode_report, encode
 
 STOP_GRACE_S = 2.0  # for the process to end by itself after a Stop
-RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # after so many deaths in a row
+RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # from the first death in a row on
 STEADY_AFTER_S = 60.0  # an engine that lived this long was no failed start
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class EngineClient:
                 self._settled.set()
                 return
             failures = 0 if time.monotonic() - began > STEADY_AFTER_S else failures + 1
-            wait_s = RESTART_WAITS_S[min(failures, len(RESTART_WAITS_S)) - 1]
+            wait_s = restart_wait_s(failures)
             logger.warning("engine process ended: %s; restart in %g s", ending, wait_s)
             self._stopping.wait(wait_s)
             self.num_restarts += 1
@@ -189,3 +189,8 @@ class EngineClient:
                     self._pipe.send_bytes(encode(commands))
             if self._stopping.is_set():
                 return
+
+
+def restart_wait_s(failures: int) -> float:
+    """How long to wait after so many deaths in a row; 0 of them: a steady engine died, just once."""
+    return RESTART_WAITS_S[min(max(failures - 1, 0), len(RESTART_WAITS_S) - 1)]
