@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 import migrations
 from cli.addresses import is_loopback, port_holder
-from cli.models import CATALOGUE, is_complete
+from cli.catalogue import CATALOGUE, is_complete
 from cli.options import environment
 from cli.wheel_binaries import BinaryMissing, valkey_binary
 from jobs import store

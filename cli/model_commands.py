@@ -6,7 +6,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cli.models import CATALOGUE, FetchError, fetch, installed, models_folder
+from cli.catalogue import CATALOGUE, installed, models_folder
+from cli.models import FetchError, fetch
 from cli.options import environment, settings_of
 
 

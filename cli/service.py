@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 import migrations
 from cli import tether
 from cli.addresses import free_port, port_holder, service_url
-from cli.models import CATALOGUE, is_complete
+from cli.catalogue import CATALOGUE, is_complete
 from cli.servers import FolderInUse, Server, ServerError, Valkey
 from cli.supervisor import STOP_MARGIN_S, Child, Embedded, Loop, Part, Supervisor
 from cli.wheel_binaries import BinaryMissing

@@ -8,16 +8,8 @@ import zipfile
 
 import pytest
 
-from cli.models import (
-    CATALOGUE,
-    CatalogueEntry,
-    ChecksumMismatch,
-    FetchError,
-    UnknownSource,
-    default_name,
-    fetch,
-    installed,
-)
+from cli.catalogue import CATALOGUE, CatalogueEntry, installed
+from cli.models import ChecksumMismatch, FetchError, UnknownSource, default_name, fetch
 
 GGUF = b"GGUF and the rest of a model"
 
