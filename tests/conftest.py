@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ import migrations
 from cli.models import fetch
 from cli.servers import Postgres, Valkey
 from tests.tiny_llama import write_tiny_llama
+
+# before torch is imported, and inherited by every process that a test starts: OpenMP's threads else
+# spin while they wait, and tests on a shared machine take ten times as long
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _names = itertools.count()

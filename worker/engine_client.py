@@ -152,7 +152,13 @@ class EngineClient:
                 [sys.executable, "-m", "worker.engine_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env={
+                    # OpenMP's threads else spin while they wait: beside other processes on the
+                    # same cores a step then takes ten times as long
+                    "OMP_WAIT_POLICY": "passive",
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                },
                 process_group=0,  # a Ctrl-C at the terminal is for the parent, which drains
             )
         pipe = self._pipe = Connection(ours.detach())
