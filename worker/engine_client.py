@@ -198,5 +198,5 @@ class EngineClient:
 
 
 def restart_wait_s(failures: int) -> float:
-    """How long to wait after so many deaths in a row; 0 of them: a steady engine died, just once."""
+    """How long to wait after so many deaths in a row; 0: a steady engine died, just once."""
     return RESTART_WAITS_S[min(max(failures - 1, 0), len(RESTART_WAITS_S) - 1)]
