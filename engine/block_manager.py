@@ -109,11 +109,20 @@ class BlockManager:
             child.block_table.append(block)
         child.num_computed_tokens = child.num_tokens - 1
 
-    def num_blocks_kept(self, sequence: Sequence) -> int:
-        """Blocks of a sequence's table that it will not have to copy."""
-        unwritten = sequence.block_table[sequence.num_computed_tokens // self.block_size :]
-        shared = sum(self._ref_counts[block] > 1 for block in unwritten)
-        return len(sequence.block_table) - shared
+    def num_blocks_kept(self, sequences: Iterable[Sequence]) -> int:
+        """Entries of the sequences' block tables that will not be replaced by a copy.
+
+        Of a block to which every holder has yet to write, one holder keeps the original.
+        """
+        kept = 0
+        to_copy: list[int] = []
+        for sequence in sequences:
+            kept += len(sequence.block_table)
+            unwritten = sequence.block_table[sequence.num_computed_tokens // self.block_size :]
+            to_copy += [block for block in unwritten if self._ref_counts[block] > 1]
+        for block, num_writers in Counter(to_copy).items():
+            kept -= num_writers - (num_writers == self._ref_counts[block])
+        return kept
 
     def prepare(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Make the slots of the next `num_tokens` tokens the sequence's own to write to.

@@ -1,5 +1,6 @@
 """What an engine is built with. Frozen: nothing is changed after the start."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -8,9 +9,8 @@ class EngineConfig:
     """Settings of one engine. Raises ValueError with name, bound and value."""
 
     model: str  # checkpoint folder, GGUF file or hub id
-    dtype: str = (
-        "auto"  # auto (float32 on CPU, the checkpoint's own on CUDA), float32, bfloat16, float16
-    )
+    # auto (float32 on CPU, the checkpoint's own on CUDA), float32, bfloat16 or float16
+    dtype: str = "auto"
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: int = 16  # tokens per KV block
     num_blocks: int | None = None  # KV blocks; None: from kv_cache_bytes
@@ -30,14 +30,21 @@ class EngineConfig:
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
             )
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _check_positive(name, getattr(self, name))
         for name in ("num_blocks", "max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+
+
+def _check_positive(name: str, value: object) -> None:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -4,7 +4,6 @@ Knows nothing of tokens' text, models or batches; imports nothing but the standa
 every floor of the house may use it as its door check.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -45,37 +44,20 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise ParameterError("top_p", "top_p must be in (0, 1], got 0")
+        if self.top_p == 0:
+            raise ParameterError("top_p", "top_p must be greater than 0, got 0")
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**63 - 1)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if not isinstance(self.ignore_eos, bool):
             raise ParameterError(
-                "ignore_eos", f"ignore_eos must be true or false, got {self.ignore_eos!r}"
+                "ignore_eos", f"ignore_eos must be true or false, got {_shown(self.ignore_eos)}"
             )
-        self._check_stop()
-
-    def _check_stop(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ParameterError(
-                "stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"
-            )
+        _check_tuple("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ParameterError("stop", f"stop strings must be non-empty text, got {text!r}")
-            size = len(text.encode("utf-8", "surrogatepass"))
-            if size > MAX_STOP_BYTES:
-                raise ParameterError(
-                    "stop", f"a stop string may have at most {MAX_STOP_BYTES} bytes, got {size}"
-                )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ParameterError(
-                "stop_token_ids",
-                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, "
-                f"got {len(self.stop_token_ids)}",
-            )
+            _check_stop_string(text)
+        _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
 
@@ -104,7 +86,7 @@ def check_prompt(
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ParameterError(
                 "prompt",
-                f"prompt token ids must be integers in [0, {vocab_size}), got {token_id!r}",
+                f"prompt token ids must be integers in [0, {vocab_size}), got {_shown(token_id)}",
             )
     for token_id in params.stop_token_ids:
         if token_id >= vocab_size:
@@ -126,14 +108,44 @@ def check_prompt(
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int:  # a bool is an int to Python and a mistake to a client
-        raise ParameterError(name, f"{name} must be an integer, got {value!r}")
+    # a bool is an int to Python and a mistake to a client
+    if type(value) is not int:
+        raise ParameterError(name, f"{name} must be an integer, got {_shown(value)}")
     if not low <= value <= high:
-        raise ParameterError(name, f"{name} must be in [{low}, {high}], got {value}")
+        raise ParameterError(name, f"{name} must be in [{low}, {high}], got {_shown(value)}")
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
-    if not low <= value <= high:  # type: ignore[operator]
-        raise ParameterError(name, f"{name} must be in [{low:g}, {high:g}], got {value}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ParameterError(name, f"{name} must be a number, got {_shown(value)}")
+    if not low <= value <= high:  # NaN is in no range
+        raise ParameterError(name, f"{name} must be in [{low:g}, {high:g}], got {_shown(value)}")
+
+
+def _check_tuple(name: str, value: object, max_length: int) -> None:
+    # a bare string would pass for a tuple of one-letter strings
+    if not isinstance(value, tuple):
+        raise ParameterError(name, f"{name} must be a tuple, got {_shown(value)}")
+    if len(value) > max_length:
+        raise ParameterError(name, f"{name} may hold at most {max_length}, got {len(value)}")
+
+
+def _check_stop_string(text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise ParameterError("stop", f"stop strings must be non-empty text, got {_shown(text)}")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ParameterError("stop", f"a stop string is not valid Unicode: {error}") from None
+    if num_bytes > MAX_STOP_BYTES:
+        raise ParameterError(
+            "stop", f"a stop string may have at most {MAX_STOP_BYTES} bytes, got {num_bytes}"
+        )
+
+
+def _shown(value: object) -> str:
+    """A value as an error shows it: short, and without Python's limit on digits of an integer."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

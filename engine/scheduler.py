@@ -140,7 +140,7 @@ class Scheduler:
 
         An upper bound: every token allowed is generated, and nothing more is shared.
         """
-        held = sum(map(self._blocks.num_blocks_kept, self._running))
+        held = self._blocks.num_blocks_kept(self._running)
         return (self._num_blocks_wanted - held) * self._blocks.block_size
 
     def add(
@@ -163,17 +163,13 @@ class Scheduler:
         """
         if request_id in self._requests:
             raise ParameterError("request_id", f"request {request_id!r} is already here")
-        if len(generated) not in (0, params.n):
+        counts = [len(token_ids) for token_ids in generated]
+        if len(counts) not in (0, params.n) or max(counts, default=0) > params.max_tokens:
             raise ParameterError(
-                "generated", f"generated must have {params.n} samples, got {len(generated)}"
+                "generated",
+                f"generated must have {params.n} samples of at most {params.max_tokens} tokens, "
+                f"got {counts}",
             )
-        for token_ids in generated:
-            if len(token_ids) > params.max_tokens:
-                raise ParameterError(
-                    "generated",
-                    f"generated may have at most max_tokens ({params.max_tokens}) tokens "
-                    f"a sample, got {len(token_ids)}",
-                )
         self._check_capacity(len(prompt_ids), params.max_tokens)
         arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -188,7 +184,6 @@ class Scheduler:
                 seed=seed,
                 priority=priority,
                 arrival=arrival,
-                deadline=deadline,
                 cache_salt=cache_salt,
             )
             for index in range(params.n)
@@ -282,6 +277,8 @@ class Scheduler:
         self._blocks.check(self._running)
 
     def _check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        if num_prompt_tokens < 1:
+            raise ParameterError("prompt", "prompt must have at least 1 token, got 0")
         needed = num_prompt_tokens + max_tokens
         pool = self._blocks.num_blocks * self._blocks.block_size
         for limit, available in (("model takes", self._max_model_len), ("KV cache holds", pool)):
@@ -340,14 +337,23 @@ class Scheduler:
             if (
                 num_kept < self._max_num_seqs
                 and demand + max(0, num_kept - ahead) < self._max_num_batched_tokens
-                # a block is left for each who runs: all of them can go on in this step, and
-                # nobody is let in only to be preempted at once
-                and self._blocks.fits(sequence, spare=num_kept, without=victims)
+                and self._blocks.fits(sequence, spare=self._num_growing(num_kept), without=victims)
             ):
                 for victim in reversed(victims):
                     self._preempt(victim)
                 return True
         return False
+
+    def _num_growing(self, num_kept: int) -> int:
+        """Of the first `num_kept` running sequences, those that may yet take another block.
+
+        A block is left for each: then all of them can go on in the next step, and nobody is let in
+        only to be preempted at once.
+        """
+        return sum(
+            self._blocks.num_blocks_kept([sequence]) < self._num_blocks_at_most(sequence)
+            for sequence in self._running[:num_kept]
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks: what it knows stays, what it has computed is computed again."""
@@ -369,7 +375,7 @@ class Scheduler:
             forks = (
                 leader.num_computed_tokens >= leader.num_prompt_tokens == child.num_tokens
                 and len(self._running) < self._max_num_seqs
-                and len(self._running) < self.num_free_blocks
+                and self._num_growing(len(self._running)) < self.num_free_blocks
             )
             if not forks:
                 insort(self._waiting, child, key=_rank)

@@ -39,7 +39,6 @@ class Sequence:
     seed: int  # of this request's noise; with sample_index and position it fixes every draw
     priority: int = 0  # higher first
     arrival: int = 0  # order of arrival; ties of priority are served in it
-    deadline: float | None = None  # of the scheduler's clock; None: may take for ever
     cache_salt: bytes = b""  # sequences with different salts never share blocks
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)  # position p lies in entry p // block_size

@@ -19,6 +19,7 @@ from engine.sequence import FinishReason, Sequence, SequenceState
 from tests.simulation.world import EOS, VOCAB_SIZE, FakeRunner, expected_generation
 
 MAX_MODEL_LEN = 40
+KINDS = ("abort", "abort in a step", "stop", "error", "half a step")
 DOCUMENTS = ([1, 2, 3, 1, 2, 3, 3, 2, 1, 2, 1, 1], [1, 2, 3, 1, 1, 1, 1, 1, 1, 1], [2, 2])
 
 
@@ -52,7 +53,7 @@ requests = st.builds(
             "stop_token_ids": st.sampled_from([(), (), (), (2,)]),
         }
     ),
-    priority=st.sampled_from([0, 0, 0, 1]),
+    priority=st.sampled_from([0, 0, 1, 2]),
     patience=st.none() | st.none() | st.integers(0, 30),
     salt=st.sampled_from([b"", b"", b"other tenant"]),
     num_resumed=st.sampled_from([0, 0, 0, 2, 6]),
@@ -72,13 +73,14 @@ class Expectation:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(1, 12) | st.integers(1, 64),
+        num_blocks=st.integers(4, 16) | st.integers(1, 64),
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 8),
-        max_num_batched_tokens=st.integers(1, 24),
+        max_num_batched_tokens=st.integers(1, 6) | st.integers(1, 24),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        requests=st.lists(requests, min_size=3, max_size=8),
     )
-    def start(self, **limits):
+    def start(self, requests, **limits):
         self.scheduler = Scheduler(
             max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}), model_id=b"m", **limits
         )
@@ -88,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[Sequence, Expectation] = {}
         self.now = 0
         self.num_requests = 0
+        self.arrive(requests)
 
     @rule(requests=st.lists(requests, min_size=1, max_size=4))
     def arrive(self, requests):
@@ -96,13 +99,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
 
     @precondition(lambda self: self.live)
-    @rule(num_steps=st.integers(1, 6))
+    @rule(num_steps=st.sampled_from([1, 1, 2, 8]))
     def steps(self, num_steps):
         for _ in range(num_steps):
             self._step()
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), kind=st.sampled_from(["abort", "abort in a step", "stop", "error"]))
+    @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def disturb(self, data, kind):
         chosen = data.draw(st.sampled_from(list(self.live)))
         if kind == "abort":
@@ -111,8 +114,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step(meanwhile=lambda plan, sampled: self._abort(chosen.request_id))
         elif kind == "stop":
             self._finish(chosen, FinishReason.STOP)
+        elif kind == "half a step":
+            self._step(num_rows=1)
         else:
-            self._step(meanwhile=lambda plan, sampled: self._fail_last_row(plan, sampled))
+            self._step(meanwhile=self._fail_last_row)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -178,11 +183,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sequence, generated, finish_reason, deadline, patience=2 * work + 1
             )
 
-    def _step(self, meanwhile=None):
+    def _step(self, meanwhile=None, num_rows=None):
+        """One step; `num_rows` of it, if the device had no memory for more."""
         waited = {s for s in self.live if s.state is SequenceState.WAITING}
+        ran = {s for s in self.live if s.state is SequenceState.RUNNING}
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check()
-        self._check_plan(plan, waited)
+        self._check_plan(plan)
+        self._check_turns(waited, ran)
+        plan = StepPlan(plan.scheduled[:num_rows], plan.block_copies)
         sampled = self.runner.run(plan)
         if meanwhile is not None:
             meanwhile(plan, sampled)
@@ -194,21 +203,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             expectation.patience -= 1
             assert expectation.patience >= 0, f"{expectation.sequence} starves"
 
-    def _check_plan(self, plan: StepPlan, waited: set[Sequence]):
+    def _check_plan(self, plan: StepPlan):
         assert plan.num_tokens <= self.limits["max_num_batched_tokens"]
         assert len(plan.scheduled) <= self.limits["max_num_seqs"]
         planned = [row.sequence for row in plan.scheduled]
-        running = [s for s in self.live if s.state is SequenceState.RUNNING]
-        assert set(planned) == set(running), "a running sequence stands still"
+        running = {s for s in self.live if s.state is SequenceState.RUNNING}
+        assert set(planned) == running, "a running sequence stands still"
         assert len(planned) == len(running)
         assert all(row.num_scheduled_tokens > 0 for row in plan.scheduled)
-        waiting = [s for s in self.live if s.state is SequenceState.WAITING]
-        assert planned or not waiting, "nothing runs though something waits"
-        for sequence in waited & set(running):
+        waits = any(s.state is SequenceState.WAITING for s in self.live)
+        assert planned or not waits, "nothing runs though something waits"
+
+    def _check_turns(self, waited: set[Sequence], ran: set[Sequence]):
+        """Who was let in left no better one waiting; who was preempted, no worse one running."""
+        waiting = {s for s in self.live if s.state is SequenceState.WAITING}
+        running = {s for s in self.live if s.state is SequenceState.RUNNING}
+        for sequence in waited & running:
             assert sequence.num_cached_tokens <= sequence.num_prompt_tokens
             ahead = [s for s in waiting if _goes_before(s, sequence)]
             passed = [s for s in ahead if not self._is_held(s, waited)]
             assert not passed, f"{sequence} was let in ahead of {passed}"
+        for sequence in ran & waiting:
+            spared = [s for s in running if _goes_before(sequence, s)]
+            assert not spared, f"{sequence} was preempted, not {spared}"
 
     def _is_held(self, sequence: Sequence, waited: set[Sequence]) -> bool:
         """It may be waiting for an earlier sample of its request to compute their prompt."""

@@ -195,13 +195,29 @@ def let_small_ones_pass(patch):
     patch.setattr(Scheduler, "_make_room", make_room)
 
 
-def preempt_the_oldest(patch):
-    real = Scheduler._preempt
+def preempt_another(patch, choose):
+    """Where a block is missing: `choose` picks the victim from the scheduler and who misses it."""
+    real_prepare, real_preempt = BlockManager.prepare, Scheduler._preempt
+    missed = []
+
+    def prepare(self, sequence, num_tokens):
+        copies = real_prepare(self, sequence, num_tokens)
+        missed[:] = [sequence] if copies is None else []
+        return copies
 
     def preempt(self, sequence):
-        real(self, self._running[0])
+        real_preempt(self, choose(self, missed.pop()) if missed else sequence)
 
+    patch.setattr(BlockManager, "prepare", prepare)
     patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def preempt_the_oldest(patch):
+    preempt_another(patch, lambda self, sequence: self._running[0])
+
+
+def preempt_whoever_misses_a_block(patch):
+    preempt_another(patch, lambda self, sequence: sequence)
 
 
 def prompts_take_the_whole_budget(patch):
@@ -262,6 +278,7 @@ FAULTS = [
     let_the_newest_in_first,
     let_small_ones_pass,
     preempt_the_oldest,
+    preempt_whoever_misses_a_block,
     prompts_take_the_whole_budget,
     children_fork_a_token_too_far,
     forget_the_samples_of_an_aborted_leader,
@@ -277,7 +294,7 @@ def test_the_simulation_sees_a_planted_fault(fault, monkeypatch):
             SchedulerMachine,
             settings=settings(
                 max_examples=MAX_EXAMPLES,
-                stateful_step_count=40,
+                stateful_step_count=30,
                 deadline=None,
                 database=None,
                 derandomize=True,

@@ -1,0 +1,138 @@
+import pytest
+
+from engine.sampling_params import OPTION_NAMES, ParameterError, SamplingParams, check_prompt
+
+LIMITS = {"vocab_size": 100, "max_model_len": 20}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 1),
+        ("max_tokens", 2**31 - 1),
+        ("n", 1),
+        ("n", 16),
+        ("temperature", 0),
+        ("temperature", 2),
+        ("top_k", -1),
+        ("top_k", 0),
+        ("top_p", 1e-9),
+        ("top_p", 1),
+        ("min_p", 0),
+        ("min_p", 1),
+        ("seed", None),
+        ("seed", 0),
+        ("seed", 2**63 - 1),
+        ("min_tokens", 0),
+        ("min_tokens", 8),
+        ("ignore_eos", True),
+        ("stop", ("x" * 256,)),
+        ("stop", tuple("abcdefghijklmnop")),
+        ("stop_token_ids", tuple(range(64))),
+    ],
+)
+def test_a_value_on_its_bound_is_taken(field, value):
+    params = SamplingParams(**{"max_tokens": 8, field: value})
+    assert getattr(params, field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("max_tokens", 0, "[1, 2147483647]"),
+        ("max_tokens", 2**31, "[1, 2147483647]"),
+        ("max_tokens", 1.0, "integer"),
+        ("max_tokens", None, "integer"),
+        ("max_tokens", True, "integer"),
+        ("n", 0, "[1, 16]"),
+        ("n", 17, "[1, 16]"),
+        ("n", "2", "integer"),
+        ("temperature", -1, "[0, 2]"),
+        ("temperature", 2.01, "[0, 2]"),
+        ("temperature", float("nan"), "[0, 2]"),
+        ("temperature", float("inf"), "[0, 2]"),
+        ("temperature", "1", "number"),
+        ("temperature", True, "number"),
+        ("top_k", -2, "[-1, 2147483647]"),
+        ("top_k", 1.5, "integer"),
+        ("top_p", 0, "greater than 0"),
+        ("top_p", -0.1, "[0, 1]"),
+        ("top_p", 1.1, "[0, 1]"),
+        ("top_p", float("nan"), "[0, 1]"),
+        ("min_p", -0.1, "[0, 1]"),
+        ("min_p", 1.1, "[0, 1]"),
+        ("seed", -1, "[0, 9223372036854775807]"),
+        ("seed", 2**63, "[0, 9223372036854775807]"),
+        ("min_tokens", -1, "[0, 8]"),
+        ("min_tokens", 9, "[0, 8]"),
+        ("ignore_eos", 1, "true or false"),
+        ("stop", "abc", "tuple"),
+        ("stop", ["abc"], "tuple"),
+        ("stop", ("",), "non-empty"),
+        ("stop", (b"x",), "non-empty text"),
+        ("stop", ("é" * 129,), "256 bytes, got 258"),
+        ("stop", ("\ud800",), "Unicode"),
+        ("stop", ("a",) * 17, "at most 16, got 17"),
+        ("stop_token_ids", 5, "tuple"),
+        ("stop_token_ids", (-1,), "[0, 2147483647]"),
+        ("stop_token_ids", (True,), "integer"),
+        ("stop_token_ids", tuple(range(65)), "at most 64, got 65"),
+    ],
+)
+def test_a_value_out_of_bounds_names_its_field_and_bound(field, value, bound):
+    with pytest.raises(ParameterError) as refused:
+        SamplingParams(**{"max_tokens": 8, field: value})
+    assert refused.value.param == field
+    assert field in str(refused.value).replace("stop string", "stop")
+    assert bound in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "temperature", "seed"])
+def test_an_endless_integer_is_refused_without_being_printed(field):
+    with pytest.raises(ParameterError, match="an integer of 33220 bits") as refused:
+        SamplingParams(**{"max_tokens": 8, field: 10**10000})
+    assert refused.value.param == field
+
+
+def test_a_long_value_is_shown_short():
+    with pytest.raises(ParameterError) as refused:
+        SamplingParams(max_tokens="x" * 5000)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 200
+
+
+def test_a_temperature_near_zero_is_greedy():
+    assert SamplingParams(max_tokens=1, temperature=0.00009).greedy
+    assert not SamplingParams(max_tokens=1, temperature=0.0001).greedy
+
+
+def test_option_names_are_the_fields():
+    assert {"max_tokens", "top_p", "stop_token_ids"} < OPTION_NAMES
+    assert SamplingParams(max_tokens=1, **{}).n == 1
+
+
+def test_a_prompt_that_fills_the_model_is_taken():
+    check_prompt([0, 99] * 9, SamplingParams(max_tokens=2), **LIMITS)
+    check_prompt((1,), SamplingParams(max_tokens=19), **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "param", "numbers"),
+    [
+        ([], {}, "prompt", "at least 1 token, got 0"),
+        ([100], {}, "prompt", "[0, 100), got 100"),
+        ([-1], {}, "prompt", "[0, 100), got -1"),
+        ([True], {}, "prompt", "got True"),
+        ([1.0], {}, "prompt", "got 1.0"),
+        ([10**10000], {}, "prompt", "bits"),
+        ([1], {"stop_token_ids": (5, 100)}, "stop_token_ids", "[0, 100), got 100"),
+        ([1] * 20, {}, "prompt", "20"),
+        ([1] * 18, {"max_tokens": 3}, "max_tokens", "at most 20, got 21"),
+    ],
+)
+def test_a_prompt_the_model_cannot_take_names_the_field_and_the_numbers(
+    prompt, options, param, numbers
+):
+    with pytest.raises(ParameterError) as refused:
+        check_prompt(prompt, SamplingParams(**{"max_tokens": 1, **options}), **LIMITS)
+    assert refused.value.param == param
+    assert numbers in str(refused.value)
