@@ -28,7 +28,7 @@ class Attempt:
     prompt: Prompt | None = None
     generated: Checkpoint = field(default_factory=list)  # ids of each sample, resumed ones too
     num_resumed: int = 0  # of these, made by earlier attempts
-    num_saved: int = 0  # of these, in the last checkpoint
+    num_seen: int = 0  # of these, by the last beat
     limit: str | None = None  # the time limit it ran into
 
     @property

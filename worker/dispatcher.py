@@ -1,35 +1,38 @@
-"""What happens to the jobs a worker holds: from the message, through claim and engine, to the row.
+"""What happens to a worker's jobs: from the message, through claim and engine, to the row.
 
 Every event (a message, a claim that committed, a step, a death, a lost lease, a limit) comes in
-here, from whichever thread it happens on, under one lock; what follows from it goes out to the
-ledger, the engine or Celery as a message that never blocks. An attempt is the worker's from the
-commit of its claim until the commit of its end, or until it is dropped because it is ours no more.
+here, from whichever thread it happens on, and makes a move in the book of jobs held; no move
+blocks. An attempt is the worker's from the commit of its claim until the commit of its end, or
+until it is dropped because the row is another's.
 """
 
 import logging
+import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from engine.tokenizer import Tokenizer
-from jobs.claims import Checkpoint, ClaimedJob, Held
+from jobs.claims import ClaimedJob, Held
 from jobs.lifecycle import ErrorCode, JobState
-from worker.admission import UNKNOWN_LOAD, EngineRoom, LengthGuess, free_places, may_join
+from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase
+from worker.book import Book
 from worker.delivery import Delivery, Ending
 from worker.generation import Limits, Outcome, Prompt, Refusal, outcome_of, prepare
 from worker.guard import start_thread
-from worker.ledger import Cancel, Claim, Entry, Finish, HandBack, Insert, Waste
-from worker.messages import Abort, Add, Command, Ended, Ready, Refused, Stepped
+from worker.ledger import Cancel, Claim, Entry, Insert
+from worker.messages import Command, Ended, Ready, Refused, Stepped
 from worker.sent_job import SentJob
+
+ENGINE_WAIT_S = 15.0  # jobs wait this long for a new engine process, then for another worker
 
 logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Owns every attempt of this worker."""
+    """Decides what follows from each event. Thread-safe."""
 
     def __init__(
         self,
@@ -45,32 +48,53 @@ class Dispatcher:
         self._model = model
         self._tokenizer = tokenizer
         self._post = post
-        self._send = send
         self._wake = wake
-        self._max_jobs = max_jobs
-        self._max_crashes = max_crashes
-        # reentrant: a signal handler may run in the middle of a call on the main thread
-        self._lock = threading.RLock()
-        self._deliveries: dict[Delivery, Attempt | None] = {}
-        self._revoked: set[Delivery] = set()  # before their claim committed
-        self._attempts: dict[str, Attempt] = {}  # by key, in the order claimed
+        self._book = Book(post=post, send=send, max_jobs=max_jobs, max_crashes=max_crashes)
+        self._lock = self._book.lock
+        self._revoked: set[Delivery] = set()
         self._to_prepare: queue.SimpleQueue[Attempt] = queue.SimpleQueue()
         self._limits: Limits | None = None
-        self._room: EngineRoom | None = None  # None: there is no engine to run anything
-        self._guess = LengthGuess()
-        self._blocked = False  # a suspect waits for the engine to empty
-        self._draining = False
-        self.engine_stats: Mapping[str, int | float] = {}
+        self._died_at = math.inf  # the engine, while there is none
+        self._engine_stats: Mapping[str, int | float] = {}
 
     def start(self) -> None:
         start_thread("prepare", self._prepare)
+
+    # -- what others ask
+
+    def places(self) -> int:
+        """How many more messages may be taken from Redis now."""
+        return self._book.places()
+
+    @property
+    def num_in_hands(self) -> int:
+        """Messages whose end Celery does not know yet."""
+        return len(self._book.deliveries)
+
+    @property
+    def engine_busy(self) -> bool:
+        """There is something the engine should be stepping for."""
+        return bool(self._book.open_in(Phase.RUNNING))
+
+    def holding(self) -> Holding:
+        """For the lease, once a beat."""
+        return self._book.holding()
+
+    def holds(self, job_ids: Iterable[str]) -> bool:
+        with self._lock:
+            mine = {attempt.job.id for attempt in self._book.attempts.values()}
+        return not mine.isdisjoint(job_ids)
+
+    def stats(self) -> dict[str, int | float]:
+        """For monitors: the engine's own numbers, and how many jobs are how far."""
+        return {**self._engine_stats, **self._book.stats()}
 
     # -- messages, on the event loop's thread
 
     def receive_id(self, delivery: Delivery) -> None:
         """A message that carries a job's id."""
         with self._lock:
-            self._deliveries[delivery] = None
+            self._book.deliveries[delivery] = None
         self._post(
             Claim(
                 job_id=delivery.job_id,
@@ -82,9 +106,11 @@ class Dispatcher:
         """A message that carries the whole job; a fault in it is told by the row."""
         new_job = sent.new_job
         with self._lock:
-            self._deliveries[delivery] = None
+            self._book.deliveries[delivery] = None
         if sent.refusal is None and new_job.model != self._model:
-            self._post(Insert(new_job=new_job, answer=lambda: self._end(delivery, Ending.DROPPED)))
+            self._post(
+                Insert(new_job=new_job, answer=lambda: self._book.end(delivery, Ending.DROPPED))
+            )
             return
         self._post(
             Claim(
@@ -94,165 +120,47 @@ class Dispatcher:
             )
         )
 
-    def places(self) -> int:
-        """How many more messages may be taken from Redis now."""
-        with self._lock:
-            if self._room is None or self._draining or self._blocked:
-                return 0
-            loads = [
-                UNKNOWN_LOAD if attempt is None else attempt.load
-                for attempt in self._deliveries.values()
-                if attempt is None or attempt.phase is not Phase.ENDING
-            ]
-            return free_places(self._room, loads, self._guess, max_jobs=self._max_jobs)
-
-    @property
-    def num_in_hands(self) -> int:
-        """Messages whose end Celery does not know yet."""
-        with self._lock:
-            return len(self._deliveries)
-
     def terminate(self, delivery: Delivery, *, revoked: bool) -> None:
         """A revoke cancels the job; a cold stop hands it back."""
         with self._lock:
-            attempt = self._deliveries.get(delivery)
-            if delivery not in self._deliveries or delivery in self._revoked:
+            if delivery not in self._book.deliveries or delivery in self._revoked:
                 return
-            if attempt is not None and not self._is_open(attempt):
+            attempt = self._book.deliveries[delivery]
+            if attempt is not None and not self._book.is_open(attempt):
                 return  # its end is on the way
             if not revoked:
-                self._draining = True  # what is being claimed goes back when the claim is in
+                self._book.draining = True  # what is being claimed goes back when the claim is in
                 if attempt is not None:
-                    self._hand_back(attempt, crashed=False)
+                    self._book.hand_back(attempt)
                 return
             self._revoked.add(delivery)
             if attempt is not None:
-                self._drop(attempt)
+                self._book.drop(attempt)
         # posted behind a claim that is on its way, the cancel finds the row either way
-        self._post(
-            Cancel(job_id=delivery.job_id, answer=lambda: self._end(delivery, Ending.DROPPED))
-        )
+        self._post(Cancel(job_id=delivery.job_id, answer=lambda: self._cancelled(delivery)))
+
+    def _cancelled(self, delivery: Delivery) -> None:
+        self._revoked.discard(delivery)
+        self._book.end(delivery, Ending.DROPPED)
 
     def cancel(self, job_id: str) -> None:
         """A message revoked before it was taken: its job must not run by another one."""
         self._post(Cancel(job_id=job_id, answer=lambda: None))
 
-    def check_limits(self) -> None:
-        """End what runs longer than Celery's time limits allow."""
-        now = time.monotonic()
-        with self._lock:
-            for delivery, attempt in list(self._deliveries.items()):
-                if attempt is None or delivery.accepted_at is None:
-                    continue
-                ran_s = now - delivery.accepted_at
-                if delivery.hard_limit_s is not None and ran_s > delivery.hard_limit_s:
-                    self._hard_limit(attempt)
-                elif delivery.soft_limit_s is not None and ran_s > delivery.soft_limit_s:
-                    self._soft_limit(attempt)
-
     def begin_drain(self) -> None:
         """Take nothing more, and give back what the engine has not begun."""
-        with self._lock:
-            self._draining = True
-            for attempt in self._in(Phase.CLAIMED, Phase.WAITING):
-                self._hand_back(attempt, crashed=False)
+        self._hand_back_all(Phase.CLAIMED, Phase.WAITING)
 
     def hand_back_all(self) -> None:
+        self._hand_back_all(Phase.CLAIMED, Phase.WAITING, Phase.RUNNING)
+
+    def _hand_back_all(self, *phases: Phase) -> None:
         with self._lock:
-            self._draining = True
-            for attempt in self._in(Phase.CLAIMED, Phase.WAITING, Phase.RUNNING):
-                self._hand_back(attempt, crashed=False)
+            self._book.draining = True
+            for attempt in self._book.open_in(*phases):
+                self._book.hand_back(attempt)
 
-    # -- the lease, on its thread
-
-    def holding(self) -> Holding:
-        """What is held, and the tokens made since the last call for jobs that had some by then."""
-        with self._lock:
-            checkpoints: dict[str, Checkpoint] = {}
-            for attempt in self._in(Phase.RUNNING):
-                num_generated = attempt.num_generated
-                # a job shorter than a beat never costs a checkpoint
-                if 0 < attempt.num_saved < num_generated:
-                    checkpoints[attempt.job.id] = [list(ids) for ids in attempt.generated]
-                attempt.num_saved = num_generated
-            return Holding(
-                held=[attempt.held for attempt in self._attempts.values()], checkpoints=checkpoints
-            )
-
-    @property
-    def engine_busy(self) -> bool:
-        """There is something the engine should be stepping for."""
-        with self._lock:
-            return any(attempt.phase is Phase.RUNNING for attempt in self._attempts.values())
-
-    def stats(self) -> dict[str, int | float]:
-        """For monitors: the engine's own numbers, and how many jobs are at which phase here."""
-        with self._lock:
-            phases = [attempt.phase for attempt in self._attempts.values()]
-            return {
-                **self.engine_stats,
-                "jobs_in_hands": len(self._deliveries),
-                **{f"jobs_{phase.name.lower()}": phases.count(phase) for phase in Phase},
-            }
-
-    def holds(self, job_ids: Iterable[str]) -> bool:
-        with self._lock:
-            mine = {attempt.job.id for attempt in self._attempts.values()}
-        return not mine.isdisjoint(job_ids)
-
-    def lose(self, lost: Iterable[Held]) -> None:
-        """These are ours no more: cancelled, or another attempt's."""
-        with self._lock:
-            for held in lost:
-                attempt = self._attempts.get(f"{held.id}:{held.fence}")
-                # of one whose result is on its way, the fence decides
-                if attempt is not None and attempt.phase is not Phase.ENDING:
-                    logger.info("job %s attempt %d dropped: not ours", held.id, attempt.job.attempt)
-                    self._drop(attempt)
-                    self._end(attempt.delivery, Ending.DROPPED)
-
-    # -- the engine, on its keeper's thread
-
-    def engine_ready(self, ready: Ready) -> None:
-        with self._lock:
-            self._limits = Limits(max_model_len=ready.max_model_len, kv_tokens=ready.kv_tokens)
-            self._room = EngineRoom(
-                max_num_seqs=ready.max_num_seqs,
-                free_tokens=ready.kv_tokens,
-                num_waiting=0,
-            )
-            self._admit()
-        self._wake()
-
-    def engine_stepped(self, stepped: Stepped) -> None:
-        with self._lock:
-            assert self._room is not None
-            self._room = replace(
-                self._room, free_tokens=stepped.free_tokens, num_waiting=stepped.num_waiting
-            )
-            self.engine_stats = stepped.stats or self.engine_stats
-            for delta in stepped.deltas:
-                if (attempt := self._attempts.get(delta.key)) is not None:
-                    attempt.generated[delta.sample_index] += delta.token_ids
-            for refused in stepped.refused:
-                self._engine_refused(refused)
-            for ended in stepped.ended:
-                self._engine_ended(ended)
-            if stepped.ended or stepped.refused:
-                self._admit()
-        if stepped.ended or stepped.refused:
-            self._wake()
-
-    def engine_died(self, how: str) -> None:
-        """What it ran are suspects; what waited here is not, and goes to the next process."""
-        with self._lock:
-            self._room = None
-            suspects = self._in(Phase.RUNNING)
-            logger.warning("engine died with %d jobs: %s", len(suspects), how)
-            for attempt in suspects:
-                self._hand_back(attempt, crashed=True)
-
-    # -- the ledger's answers, on its thread
+    # -- the ledger's answer to a claim, on its thread
 
     def _claimed(
         self,
@@ -262,48 +170,29 @@ class Dispatcher:
         refusal: Refusal | None = None,
     ) -> None:
         if job is None:
-            self._end(delivery, Ending.DROPPED)
+            self._book.end(delivery, Ending.DROPPED)
             return
+        left_s = None if job.deadline_at is None else job.deadline_at - now
         attempt = Attempt(
             job=job,
             delivery=delivery,
-            deadline_at=None
-            if job.deadline_at is None
-            else time.monotonic() + job.deadline_at - now,
+            deadline_at=None if left_s is None else time.monotonic() + left_s,
             refusal=refusal,
         )
         delivery.accept()
         with self._lock:
             if delivery in self._revoked:
                 return  # the cancel is on its way
-            if attempt.key in self._attempts:
+            if attempt.key in self._book.attempts:
                 # a second message of a job held already, read back after a commit in doubt
-                self._end(delivery, Ending.DROPPED)
+                self._book.end(delivery, Ending.DROPPED)
                 return
-            self._attempts[attempt.key] = attempt
-            self._deliveries[delivery] = attempt
-            if self._draining:
-                self._hand_back(attempt, crashed=False)
+            self._book.attempts[attempt.key] = attempt
+            self._book.deliveries[delivery] = attempt
+            if self._book.draining:
+                self._book.hand_back(attempt)
                 return
         self._to_prepare.put(attempt)
-
-    def _finished(self, attempt: Attempt, outcome: Outcome, accepted: bool) -> None:
-        with self._lock:
-            del self._attempts[attempt.key]
-        job = attempt.job
-        if not accepted:
-            logger.warning("job %s attempt %d fenced out", job.id, job.attempt)
-            self._waste(attempt)
-            self._end(attempt.delivery, Ending.DROPPED)
-            return
-        logger.info(
-            "job %s attempt %d %s: reason=%s prompt_tokens=%d completion_tokens=%d",
-            *(job.id, job.attempt, outcome.state, outcome.code or outcome.finish_reason),
-            *(outcome.prompt_tokens, outcome.completion_tokens),
-        )
-        succeeded = outcome.state == JobState.SUCCEEDED
-        ending = Ending.SUCCEEDED if succeeded else Ending.FAILED
-        self._end(attempt.delivery, ending, f"{outcome.code}: {outcome.message}")
 
     # -- preparing, on its thread
 
@@ -314,15 +203,14 @@ class Dispatcher:
                 prompt = self._prompt(attempt)
             except Refusal as refusal:
                 with self._lock:
-                    if self._is_open(attempt):
-                        self._finish(attempt, _refused(refusal))
+                    if self._book.is_open(attempt):
+                        self._book.finish(attempt, _refused(refusal))
                 continue
             with self._lock:
-                if not self._is_open(attempt):
-                    continue  # dropped, or at its time limit, meanwhile
-                attempt.resume(prompt)
-                attempt.phase = Phase.WAITING
-                self._admit()
+                if self._book.is_open(attempt):  # not dropped, or at its time limit, meanwhile
+                    attempt.resume(prompt)
+                    attempt.phase = Phase.WAITING
+                    self._book.admit()
 
     def _prompt(self, attempt: Attempt) -> Prompt:
         if attempt.refusal is not None:
@@ -331,138 +219,119 @@ class Dispatcher:
         job = attempt.job
         return prepare(job.id, job.url, job.body, self._tokenizer, self._limits)
 
-    # -- the rest expects the lock to be held
+    # -- the engine, on its keeper's thread
 
-    def _in(self, *phases: Phase) -> list[Attempt]:
-        return [attempt for attempt in self._attempts.values() if attempt.phase in phases]
-
-    def _is_open(self, attempt: Attempt) -> bool:
-        """Still ours, and its end not decided."""
-        return attempt.key in self._attempts and attempt.phase is not Phase.ENDING
-
-    def _admit(self) -> None:
-        """Give waiting attempts to the engine, in order, as far as they may run together."""
-        if self._room is None:
-            return
-        self._blocked = False
-        running = [attempt.job.crash_count for attempt in self._in(Phase.RUNNING)]
-        for attempt in self._in(Phase.WAITING):
-            if not may_join(
-                attempt.job.crash_count,
-                running,
-                max_crashes=self._max_crashes,
-                max_num_seqs=self._room.max_num_seqs,
-            ):
-                self._blocked = True  # with all that came later: they might keep it out for ever
-                return
-            running.append(attempt.job.crash_count)
-            self._run(attempt)
-
-    def _run(self, attempt: Attempt) -> None:
-        assert attempt.prompt is not None
-        attempt.phase = Phase.RUNNING
-        deadline_at = attempt.deadline_at
-        self._send(
-            Add(
-                key=attempt.key,
-                prompt_ids=attempt.prompt.token_ids,
-                params=attempt.prompt.params,
-                priority=attempt.job.priority,
-                deadline_s=None if deadline_at is None else deadline_at - time.monotonic(),
-                generated=[list(ids) for ids in attempt.generated] if attempt.num_resumed else [],
+    def engine_ready(self, ready: Ready) -> None:
+        with self._lock:
+            self._limits = Limits(max_model_len=ready.max_model_len, kv_tokens=ready.kv_tokens)
+            self._book.room = EngineRoom(
+                max_num_seqs=ready.max_num_seqs, free_tokens=ready.kv_tokens, num_waiting=0
             )
-        )
+            self._book.admit()
+        self._wake()
+
+    def engine_stepped(self, stepped: Stepped) -> None:
+        with self._lock:
+            assert self._book.room is not None
+            self._book.room = replace(
+                self._book.room, free_tokens=stepped.free_tokens, num_waiting=stepped.num_waiting
+            )
+            self._engine_stats = stepped.stats or self._engine_stats
+            for delta in stepped.deltas:
+                if (attempt := self._book.attempts.get(delta.key)) is not None:
+                    attempt.generated[delta.sample_index] += delta.token_ids
+            if not stepped.ended and not stepped.refused:
+                return
+            for refused in stepped.refused:
+                self._engine_refused(refused)
+            for ended in stepped.ended:
+                self._engine_ended(ended)
+            self._book.admit()
+        self._wake()
+
+    def engine_died(self, how: str) -> None:
+        """What it ran are suspects; what waited here is not, and goes to the next process."""
+        with self._lock:
+            self._book.room = None
+            self._died_at = time.monotonic()
+            suspects = self._book.open_in(Phase.RUNNING)
+            logger.warning("engine died with %d jobs: %s", len(suspects), how)
+            for attempt in suspects:
+                self._book.hand_back(attempt, crashed=True)
+
+    def _running(self, key: str) -> Attempt | None:
+        """None for what we have aborted: what that meant is settled."""
+        attempt = self._book.attempts.get(key)
+        return attempt if attempt is not None and attempt.phase is Phase.RUNNING else None
 
     def _engine_ended(self, ended: Ended) -> None:
-        attempt = self._attempts.get(ended.key)
-        if attempt is None or attempt.phase is not Phase.RUNNING:
-            return  # we sent an abort, and what it meant is settled
+        attempt = self._running(ended.key)
+        if attempt is None:
+            return
+        self._book.guess.learn(ended.prompt_tokens, ended.completion_tokens // len(ended.samples))
         job = attempt.job
-        if attempt.limit is not None:
-            outcome = _limited(attempt)
-        else:
-            outcome = outcome_of(
+        self._book.finish(
+            attempt,
+            _limited(attempt)
+            if attempt.limit is not None
+            else outcome_of(
                 ended, job_id=job.id, url=job.url, model=job.model, created=job.created_at
-            )
-        self._guess.learn(ended.prompt_tokens, ended.completion_tokens // len(ended.samples))
-        self._finish(attempt, outcome)
+            ),
+        )
 
     def _engine_refused(self, refused: Refused) -> None:
-        attempt = self._attempts.get(refused.key)
-        if attempt is None or attempt.phase is not Phase.RUNNING:
-            return
-        code = ErrorCode.EXCEEDS_CAPACITY if refused.capacity else ErrorCode.INVALID_REQUEST
-        self._finish(attempt, _refused(Refusal(code, refused.message, param=refused.param)))
+        attempt = self._running(refused.key)
+        if attempt is not None:
+            code = ErrorCode.EXCEEDS_CAPACITY if refused.capacity else ErrorCode.INVALID_REQUEST
+            refusal = Refusal(code, refused.message, param=refused.param)
+            self._book.finish(attempt, _refused(refusal))
+
+    # -- the lease, on its thread
+
+    def lose(self, lost: Iterable[Held]) -> None:
+        """These are ours no more: cancelled, or another attempt's."""
+        with self._lock:
+            for held in lost:
+                attempt = self._book.attempts.get(f"{held.id}:{held.fence}")
+                # of one whose result is on its way, the fence decides
+                if attempt is not None and self._book.is_open(attempt):
+                    logger.info("job %s attempt %d dropped: not ours", held.id, attempt.job.attempt)
+                    self._book.drop(attempt)
+                    self._book.end(attempt.delivery, Ending.DROPPED)
+
+    def check_time(self) -> None:
+        """End what runs longer than Celery's limits; give back what waits for no engine."""
+        now = time.monotonic()
+        with self._lock:
+            for delivery, attempt in list(self._book.deliveries.items()):
+                if attempt is None or not self._book.is_open(attempt):
+                    continue
+                ran_s = now - (delivery.accepted_at or now)
+                if delivery.hard_limit_s is not None and ran_s > delivery.hard_limit_s:
+                    self._hard_limit(attempt)
+                elif delivery.soft_limit_s is not None and ran_s > delivery.soft_limit_s:
+                    self._soft_limit(attempt)
+            if self._book.room is None and now > self._died_at + ENGINE_WAIT_S:
+                for attempt in self._book.open_in(Phase.CLAIMED, Phase.WAITING):
+                    self._book.hand_back(attempt)
 
     def _soft_limit(self, attempt: Attempt) -> None:
         """The engine ends it in its own time, and its result says why."""
-        if attempt.limit is not None or not self._is_open(attempt):
+        if attempt.limit is not None:
             return
-        attempt.delivery.time_out(soft=True)
         attempt.limit = f"soft time limit ({attempt.delivery.soft_limit_s:g} s) exceeded"
+        attempt.delivery.time_out(soft=True)
         if attempt.phase is Phase.RUNNING:
-            self._send(Abort(attempt.key))
+            self._book.abort(attempt)
         else:
-            self._finish(attempt, _limited(attempt))
+            self._book.finish(attempt, _limited(attempt))
 
     def _hard_limit(self, attempt: Attempt) -> None:
         """It ends now, whether the engine answers or not."""
-        if not self._is_open(attempt):
-            return
-        attempt.delivery.time_out(soft=False)
         attempt.limit = f"hard time limit ({attempt.delivery.hard_limit_s:g} s) exceeded"
-        if attempt.phase is Phase.RUNNING:
-            self._send(Abort(attempt.key))
-        self._finish(attempt, _limited(attempt))
-
-    def _finish(self, attempt: Attempt, outcome: Outcome) -> None:
-        attempt.phase = Phase.ENDING
-        wasted_tokens = 0
-        if outcome.state != JobState.SUCCEEDED:
-            wasted_tokens = attempt.num_generated
-            outcome = replace(outcome, completion_tokens=0)
-        self._post(
-            Finish(
-                held=attempt.held,
-                outcome=outcome,
-                wasted_tokens=wasted_tokens,
-                answer=lambda accepted: self._finished(attempt, outcome, accepted),
-            )
-        )
-
-    def _hand_back(self, attempt: Attempt, *, crashed: bool) -> None:
-        del self._attempts[attempt.key]
-        if attempt.phase is Phase.RUNNING and not crashed:
-            self._send(Abort(attempt.key))
-        self._post(
-            HandBack(
-                held=attempt.held,
-                checkpoint=attempt.generated,
-                crashed=crashed,
-                answer=lambda: self._end(attempt.delivery, Ending.HANDED_BACK),
-            )
-        )
-
-    def _drop(self, attempt: Attempt) -> None:
-        """Forget an attempt whose row is not ours any more; what it made was for nothing."""
-        del self._attempts[attempt.key]
-        if attempt.phase is Phase.RUNNING:
-            self._send(Abort(attempt.key))
-        self._waste(attempt)
-
-    def _waste(self, attempt: Attempt) -> None:
-        if tokens := attempt.num_generated - attempt.num_resumed:
-            self._post(Waste(job_id=attempt.job.id, tokens=tokens))
-
-    def _end(self, delivery: Delivery, ending: Ending, message: str = "") -> None:
-        with self._lock:
-            self._revoked.discard(delivery)
-            if self._deliveries.pop(delivery, _NOTHING) is _NOTHING:
-                return
-        delivery.end(ending, message)
-
-
-_NOTHING = object()
+        attempt.delivery.time_out(soft=False)
+        self._book.abort(attempt)
+        self._book.finish(attempt, _limited(attempt))
 
 
 def _refused(refusal: Refusal) -> Outcome:

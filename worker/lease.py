@@ -22,6 +22,7 @@ from worker.engine_client import EngineClient
 from worker.guard import start_thread
 
 HINT_WAIT_S = 1.0
+TICK_S = 0.2  # how late a time limit may be noticed
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +96,20 @@ class LeaseKeeper:
     def _run(self) -> None:
         beat_due = time.monotonic() + self._beat_s
         while not self._stopping.is_set():
-            hinted = self._news.wait(max(0.0, min(beat_due - time.monotonic(), self._stall_s / 4)))
+            hinted = self._news.wait(TICK_S)
             self._news.clear()
             now = time.monotonic()
+            self._dispatcher.check_time()
             self._watch(now)
             if hinted or now >= beat_due:
-                if self._progress.moving(now=now, within_s=max(self._beat_s, self._lease_s / 3)):
-                    self._try(self._beat)
-                else:
-                    logger.warning("no beat: the engine has work and does not step")
+                self._beat_if_moving(now)
                 beat_due = time.monotonic() + self._beat_s
+
+    def _beat_if_moving(self, now: float) -> None:
+        if self._progress.moving(now=now, within_s=max(self._beat_s, self._lease_s / 3)):
+            self._try(self._beat)
+        else:
+            logger.warning("no beat: the engine has work and does not step")
 
     def _watch(self, now: float) -> None:
         self._progress.look(

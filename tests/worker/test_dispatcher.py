@@ -351,6 +351,18 @@ def test_what_waited_when_the_engine_died_runs_in_the_next_one(world):
     assert world.take(Add).key == "job_1:1"
 
 
+def test_what_waits_in_vain_for_a_new_engine_goes_to_other_workers(world, monkeypatch):
+    world.dispatcher.engine_died("SIGKILL")
+    world.receive()
+    world.take(Claim).answer(job(), NOW)
+    wait_for(lambda: world.dispatcher.stats()["jobs_waiting"] == 1)
+    world.dispatcher.check_time()
+    assert not world.has(HandBack)
+    monkeypatch.setattr("worker.dispatcher.ENGINE_WAIT_S", 0.0)
+    world.dispatcher.check_time()
+    assert not world.take(HandBack).crashed
+
+
 def test_a_job_goes_on_from_its_checkpoint(world):
     add = world.run(checkpoint=[[7, 8, 9]])
     assert add.generated == [[7, 8, 9]]
@@ -377,9 +389,9 @@ def test_only_jobs_with_tokens_at_an_earlier_beat_are_checkpointed(world):
 
 def test_a_soft_limit_ends_the_job_when_the_engine_has_let_go(world):
     add = world.run(limits={"soft": 1e-9})
-    world.dispatcher.check_limits()
+    world.dispatcher.check_time()
     assert world.take(Abort) == Abort(add.key)
-    world.dispatcher.check_limits()
+    world.dispatcher.check_time()
     assert not world.has(Abort)
     world.step(Delta(add.key, 0, [7]), ended=[ended(add.key, "abort")])
     finish = world.take(Finish)
@@ -392,7 +404,7 @@ def test_a_soft_limit_ends_the_job_when_the_engine_has_let_go(world):
 
 def test_a_hard_limit_ends_the_job_at_once_and_celery_is_told_only_that(world):
     add = world.run(limits={"hard": 1e-9})
-    world.dispatcher.check_limits()
+    world.dispatcher.check_time()
     assert world.take(Abort) == Abort(add.key)
     finish = world.take(Finish)
     assert (finish.outcome.state, finish.outcome.code) == (JobState.FAILED, ErrorCode.TIME_LIMIT)
