@@ -1,7 +1,10 @@
 """One worker in this process, as `tokenmill worker` runs it."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
+
+from celery.exceptions import SecurityWarning
 
 from jobs.settings import ModelEntry, Settings
 from worker.application import make_worker_app, queues_of
@@ -22,6 +25,8 @@ def run_worker(
     if concurrency is not None:
         settings = replace(settings, max_num_seqs=concurrency)
     model = model or settings.models[0]
+    # it warns of pickle, which this application refuses
+    warnings.filterwarnings("ignore", category=SecurityWarning)
     worker: Any = make_worker_app(settings, model).Worker(
         hostname=name,
         queues=queues_of(model),

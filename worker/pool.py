@@ -14,6 +14,7 @@ the keywords of `on_apply` (2.x), the callbacks' arguments (4.x), the request di
 import functools
 import logging
 import os
+import re
 import socket
 import time
 import uuid
@@ -29,13 +30,15 @@ from celery.worker import state
 
 from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
 from jobs.settings import ModelEntry, Settings
-from worker.delivery import CeleryCallbacks, Delivery
+from worker.delivery import CeleryCallbacks, Delivery, Ending
 from worker.sent_job import read_sent_job
 from worker.setup import Parts, StartError
 
 EXIT_START_FAILED = 78  # sysexits.h: configuration error
-LIMITS_EVERY_S = 0.1
+TURN_S = 0.1
 FLUSH_S = 10.0  # for the last transaction of a stop
+
+_JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may be asked of SQL
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +91,10 @@ class EnginePool(BasePool):
         self._parts = parts
 
     def register_with_event_loop(self, loop: Any) -> None:
-        """Called again after every reconnection, with its timers gone."""
+        """Called again after every reconnection; what came up meanwhile is waiting."""
         self._hub = loop
         broker = self.app.connection_for_read()
         self._broker_errors = (*broker.connection_errors, *broker.channel_errors)
-        loop.call_repeatedly(LIMITS_EVERY_S, self._tick)
         loop.call_soon(self._run_for_hub)
 
     def _get_info(self) -> dict[str, Any]:
@@ -134,9 +136,8 @@ class EnginePool(BasePool):
                 callback=self._in_hub(callback),
                 accept_callback=self._in_hub(accept_callback),
             )
-        job_id = job_id_of(task_id)
         delivery = Delivery(
-            job_id,
+            _job_id(task_name, task_id, request.get("args")),
             CeleryCallbacks(
                 accept=accept_callback, end=callback, time_out=timeout_callback or _nothing
             ),
@@ -145,11 +146,15 @@ class EnginePool(BasePool):
             in_hub=self._call_in_hub,
             on_terminate=functools.partial(self._terminate, task_id),
         )
+        if not _JOB_ID.fullmatch(delivery.job_id):
+            logger.warning("message without a job's id dropped: %s", _shown(task_id))
+            delivery.end(Ending.DROPPED)
+            return delivery
         if task_name == RUN_TASK:
             self._parts.dispatcher.receive_id(delivery)
         else:
             sent = read_sent_job(
-                job_id,
+                delivery.job_id,
                 request["kwargs"],
                 max_attempts=self.settings.max_attempts,
                 max_bytes=self.settings.max_job_bytes,
@@ -168,9 +173,10 @@ class EnginePool(BasePool):
         """A message that was revoked before it came here is acknowledged by Celery: end its row."""
         if self._parts is None or terminated or request is None:
             return
-        task_name = getattr(request, "task", None)
-        if task_name in (RUN_TASK, GENERATE_TASK):
-            self._parts.dispatcher.cancel(job_id_of(request.id))
+        if request.task in (RUN_TASK, GENERATE_TASK):
+            job_id = _job_id(request.task, request.id, request.args)
+            if _JOB_ID.fullmatch(job_id):
+                self._parts.dispatcher.cancel(job_id)
 
     # -- Celery's thread
 
@@ -191,11 +197,6 @@ class EnginePool(BasePool):
         if self._hub is not None:
             self._hub.call_soon(_nothing)
 
-    def _tick(self) -> None:
-        if self._parts is not None:
-            self._parts.dispatcher.check_limits()
-        self._run_for_hub()
-
     # -- stop
 
     def _on_stop_signal(self, how: str = "Warm", **_: Any) -> None:
@@ -211,6 +212,8 @@ class EnginePool(BasePool):
         if parts is None or self._stopping:
             return
         self._stopping = True
+        if self._hub is not None:
+            self._hub.call_repeatedly(TURN_S, _nothing)  # that no turn waits for news
         parts.dispatcher.begin_drain()
         deadline = time.monotonic() + self.settings.drain_grace_s
         while parts.dispatcher.num_in_hands and not self._hurried and time.monotonic() < deadline:
@@ -236,7 +239,7 @@ class EnginePool(BasePool):
         """One turn of the event loop: callbacks, acknowledgements, remote control."""
         try:
             if self._hub is None:
-                time.sleep(LIMITS_EVERY_S)
+                time.sleep(TURN_S)
             else:
                 self._hub.run_once()
             self._run_for_hub()
@@ -253,6 +256,17 @@ def pool_for(settings: Settings, model: ModelEntry) -> type[EnginePool]:
         (EnginePool,),
         {"settings": settings, "model": model, "__module__": EnginePool.__module__},
     )
+
+
+def _job_id(task_name: str, task_id: object, args: object) -> str:
+    """The job a message is about; "" when it does not say. Anyone may write to Redis."""
+    if task_name == RUN_TASK and isinstance(args, list | tuple) and args:
+        return args[0] if isinstance(args[0], str) else ""
+    return job_id_of(task_id) if isinstance(task_id, str) else ""
+
+
+def _shown(task_id: object) -> str:
+    return repr(task_id)[:80]
 
 
 def _start_failed(error: StartError) -> WorkerShutdown:

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from engine.config import EngineConfig
 from engine.tokenizer import Tokenizer, TokenizerError
 from jobs.database import Database
@@ -99,7 +101,13 @@ class Parts:
             lease_s=self._settings.lease_s,
             stall_s=self._settings.stall_s,
         )
-        self._lease.start(poll)
+        try:
+            self._lease.start(poll)
+        except SQLAlchemyError as error:
+            kind = type(getattr(error, "orig", None) or error).__name__
+            raise StartError(
+                f"the database cannot be used ({kind}); is its schema there? `tokenmill migrate`"
+            ) from error
         self.ledger.start()
         self.dispatcher.start()
 

@@ -125,17 +125,16 @@ class Deployment:
         return next((row for row in live if row.pid == worker.pid), None)
 
     def engine_pid(self, worker: Worker) -> int:
-        """Waits until there is an engine process with its model loaded."""
+        """Of the process that has its model loaded, as the worker says at its beats."""
         self.wait_for(lambda: self._engine_of(worker) is not None, worker)
         engine = self._engine_of(worker)
         assert engine is not None
         return engine
 
     def _engine_of(self, worker: Worker) -> int | None:
-        for child in psutil.Process(worker.pid).children():
-            if "worker.engine_process" in child.cmdline():
-                return child.pid
-        return None
+        row = self.row_of(worker)
+        pid = None if row is None else row.stats.get("engine_pid")
+        return pid if pid is not None and psutil.pid_exists(pid) else None
 
     # -- jobs
 

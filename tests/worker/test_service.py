@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from jobs.celery_app import GENERATE_TASK, queue_for
+from jobs.celery_app import GENERATE_TASK, RUN_TASK, queue_for
 from jobs.lifecycle import JobState
 from tests.worker.deployment import MODEL, Deployment, completion
 
@@ -130,6 +130,17 @@ def test_a_whole_job_for_another_workers_model_waits_for_that_worker(service):
         assert message.headers["id"] == job_id
         message.ack()
     service.cancel(job_id)
+
+
+@pytest.mark.parametrize("task_id", ["\0", "x" * 200, "job_'; DROP TABLE jobs", ""])
+def test_messages_that_name_no_job_are_dropped_and_harm_nobody(service, worker, task_id):
+    for task in (RUN_TASK, GENERATE_TASK):
+        service.app.send_task(task, args=[task_id], task_id=task_id, queue=queue_for(MODEL))
+    [job_id] = service.submit(completion(5))
+    [row] = service.ended(job_id)
+    assert row.state == JobState.SUCCEEDED
+    service.wait_for(lambda: service.unacknowledged() == 0)
+    assert worker.process.poll() is None
 
 
 def test_revoking_a_running_job_cancels_it(service):
