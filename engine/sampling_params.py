@@ -43,9 +43,7 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_N)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise ParameterError("top_p", "top_p must be greater than 0, got 0")
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**63 - 1)
@@ -115,11 +113,17 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise ParameterError(name, f"{name} must be in [{low}, {high}], got {_shown(value)}")
 
 
-def _check_float(name: str, value: object, low: float, high: float) -> None:
+def _check_float(
+    name: str, value: object, low: float, high: float, *, low_excluded: bool = False
+) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ParameterError(name, f"{name} must be a number, got {_shown(value)}")
-    if not low <= value <= high:  # NaN is in no range
-        raise ParameterError(name, f"{name} must be in [{low:g}, {high:g}], got {_shown(value)}")
+    # NaN is in no range
+    if not low <= value <= high or (low_excluded and value == low):
+        bracket = "(" if low_excluded else "["
+        raise ParameterError(
+            name, f"{name} must be in {bracket}{low:g}, {high:g}], got {_shown(value)}"
+        )
 
 
 def _check_tuple(name: str, value: object, max_length: int) -> None:

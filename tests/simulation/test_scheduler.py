@@ -10,7 +10,7 @@ def test_every_sequence_finishes_with_its_own_tokens_under_random_load():
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=40,
+            max_examples=30,
             stateful_step_count=50,
             deadline=None,
             database=None,
