@@ -21,6 +21,7 @@ from worker.dispatcher import Dispatcher
 from worker.engine_client import EngineClient
 from worker.guard import start_thread
 
+STOP_S = 5.0
 HINT_WAIT_S = 1.0
 TICK_S = 0.2  # how late a time limit may be noticed
 
@@ -90,8 +91,9 @@ class LeaseKeeper:
         self._stopping.set()
         self._news.set()
         if self._thread is not None:
-            self._thread.join()
-        self._try(self._unregister)
+            self._thread.join(STOP_S)
+        if not self._away:
+            self._try(self._unregister)
 
     def _run(self) -> None:
         beat_due = time.monotonic() + self._beat_s

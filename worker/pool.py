@@ -31,8 +31,8 @@ from celery.worker import state
 from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
 from jobs.settings import ModelEntry, Settings
 from worker.delivery import CeleryCallbacks, Delivery, Ending
+from worker.parts import Parts, StartError
 from worker.sent_job import read_sent_job
-from worker.setup import Parts, StartError
 
 EXIT_START_FAILED = 78  # sysexits.h: configuration error
 TURN_S = 0.1
@@ -226,7 +226,8 @@ class EnginePool(BasePool):
         ):
             self._turn_hub()
         parts.stop()
-        self._turn_hub()  # the last acknowledgements
+        for _ in range(2):  # what the last answers asked for, and the acknowledgements of that
+            self._turn_hub()
         self._others.shutdown(cancel_futures=True)
 
     on_terminate = on_stop

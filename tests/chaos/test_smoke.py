@@ -57,6 +57,7 @@ def deployment(database_url, valkey, tiny_llama_dir, tmp_path) -> Iterator[Deplo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_job_ends_once_though_engine_worker_and_redis_are_killed(deployment, valkey):
     def working_worker() -> Worker:
         """The worker now alive, once it has jobs in its engine."""

@@ -1,0 +1,108 @@
+"""A job's body on its way into the engine, and the engine's outcome on its way into a row."""
+
+import pytest
+
+from engine.tokenizer import Tokenizer
+from jobs.lifecycle import ErrorCode, JobState
+from worker.generation import Limits, Prompt, Refusal, outcome_of, prepare
+from worker.messages import Ended, Sample
+
+LIMITS = Limits(max_model_len=512, kv_tokens=4096)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama_dir):
+    return Tokenizer.load(tiny_llama_dir)
+
+
+@pytest.fixture
+def prepared(tokenizer):
+    def prepared(url: str, limits: Limits = LIMITS, **body) -> Prompt:
+        return prepare("job_1", url, {"model": "m"} | body, tokenizer, limits)
+
+    return prepared
+
+
+def test_text_ids_and_messages_become_token_ids(prepared, tokenizer):
+    assert prepared(COMPLETIONS, prompt="hello").token_ids == tokenizer.encode("hello")
+    assert prepared(COMPLETIONS, prompt=[5, 6]).token_ids == [5, 6]
+    assert prepared(CHAT, messages=HELLO).token_ids == tokenizer.encode_chat(HELLO)
+
+
+def test_without_max_tokens_a_completion_gets_sixteen_and_a_chat_what_is_left(prepared):
+    assert prepared(COMPLETIONS, prompt="hello").params.max_tokens == 16
+    chat = prepared(CHAT, messages=HELLO)
+    assert len(chat.token_ids) + chat.params.max_tokens == 512
+    small = prepared(CHAT, Limits(max_model_len=512, kv_tokens=64), messages=HELLO)
+    assert len(small.token_ids) + small.params.max_tokens == 64
+
+
+def test_options_reach_the_sampler_under_their_names(prepared):
+    options = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "n": 2, "seed": 9}
+    params = prepared(COMPLETIONS, prompt="x", stop=["a"], ignore_eos=True, **options).params
+    assert {name: getattr(params, name) for name in options} == options
+    assert (params.stop, params.ignore_eos) == (("a",), True)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "code", "param"),
+    [
+        ("/v1/embeddings", {"prompt": "x"}, ErrorCode.INVALID_REQUEST, "url"),
+        (COMPLETIONS, {"prompt": ""}, ErrorCode.INVALID_REQUEST, "prompt"),
+        (COMPLETIONS, {"prompt": [384]}, ErrorCode.INVALID_REQUEST, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "n": 0}, ErrorCode.INVALID_REQUEST, "n"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 512}, ErrorCode.INVALID_REQUEST, "max_tokens"),
+        (CHAT, {"messages": []}, ErrorCode.INVALID_REQUEST, "messages"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(prepared, url, body, code, param):
+    with pytest.raises(Refusal) as refused:
+        prepared(url, **body)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+def test_what_fits_the_model_but_not_the_kv_cache_exceeds_its_capacity(prepared):
+    with pytest.raises(Refusal) as refused:
+        prepared(COMPLETIONS, Limits(max_model_len=512, kv_tokens=64), prompt="x", max_tokens=100)
+    assert refused.value.code == ErrorCode.EXCEEDS_CAPACITY
+
+
+def ended(*finish_reasons: str, error: str | None = None) -> Ended:
+    samples = [
+        Sample(index, f"text {index}", reason, error if reason == "error" else None)
+        for index, reason in enumerate(finish_reasons)
+    ]
+    return Ended("job_1:1", samples, 5, 2, 30, 12.5)
+
+
+def outcome(*finish_reasons: str, error: str | None = None):
+    return outcome_of(
+        ended(*finish_reasons, error=error), job_id="job_1", url=CHAT, model="m", created=1.5
+    )
+
+
+def test_a_success_is_the_endpoints_response_with_every_sample():
+    result = outcome("stop", "length")
+    assert (result.state, result.finish_reason) == (JobState.SUCCEEDED, "length")
+    assert (result.prompt_tokens, result.cached_tokens, result.completion_tokens) == (5, 2, 30)
+    choices = result.output["choices"]
+    assert [choice["message"]["content"] for choice in choices] == ["text 0", "text 1"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "length"]
+    assert result.output["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("finish_reasons", "state"),
+    [
+        (("stop", "deadline"), JobState.EXPIRED),
+        (("deadline", "error"), JobState.FAILED),
+        (("stop", "abort"), JobState.FAILED),
+    ],
+)
+def test_the_worst_sample_decides_and_half_an_answer_is_none(finish_reasons, state):
+    result = outcome(*finish_reasons)
+    assert result.state == state
+    assert result.output is None
+    assert result.code is not None

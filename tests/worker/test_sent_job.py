@@ -1,0 +1,83 @@
+"""Whole jobs in Celery messages: whatever comes becomes a row."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.lifecycle import ErrorCode
+from worker.sent_job import SentJob, read_sent_job
+
+BODY = {"model": "m", "prompt": "hi"}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+def read(kwargs: object, max_bytes: int = 10_000) -> SentJob:
+    return read_sent_job("job_1", kwargs, max_attempts=5, max_bytes=max_bytes)
+
+
+def test_a_job_has_the_fields_of_one_sent_over_http():
+    sent = read(
+        {
+            "custom_id": "row-17",
+            "url": "/v1/completions",
+            "body": BODY,
+            "priority": -3,
+            "deadline_s": 600,
+            "max_attempts": 2,
+            "metadata": {"k": "v"},
+        }
+    )
+    assert sent.refusal is None
+    job = sent.new_job
+    assert (job.id, job.custom_id, job.url, job.model) == (
+        "job_1",
+        "row-17",
+        "/v1/completions",
+        "m",
+    )
+    assert (job.priority, job.deadline_s, job.max_attempts) == (-3, 600, 2)
+    assert job.body == BODY
+    assert job.metadata == {"k": "v"}
+
+
+def test_what_is_left_out_is_the_deployments_default():
+    job = read({"url": "/v1/completions", "body": BODY}).new_job
+    assert (job.priority, job.deadline_s, job.max_attempts, job.metadata) == (0, None, 5, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"url": None}, "url"),
+        ({"body": []}, "body"),
+        ({"priority": 11}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"deadline_s": -1}, "deadline_s"),
+        ({"max_attempts": 0}, "max_attempts"),
+        ({"surprise": 1}, "surprise"),
+        ({"metadata": {"k": 1}}, "metadata"),
+        ({"custom_id": "x" * 300}, "custom_id"),
+        ({"body": BODY | {"temperature": float("nan")}}, "temperature"),
+        ({"body": BODY | {"prompt": "\ud800"}}, "prompt"),
+        ({"body": BODY | {"prompt": "\0"}}, "prompt"),
+        ({"body": BODY | {"prompt": "x" * 10_000}}, "10000 bytes"),
+    ],
+)
+def test_a_fault_is_named_in_the_refusal_of_a_row_that_can_be_stored(fields, said):
+    sent = read({"url": "/v1/completions", "body": BODY} | fields)
+    assert sent.refusal is not None
+    assert sent.refusal.code == ErrorCode.INVALID_REQUEST
+    assert said in str(sent.refusal)
+    assert sent.new_job.id == "job_1"
+
+
+@given(ANYTHING | st.fixed_dictionaries({"url": ANYTHING, "body": ANYTHING}))
+def test_nothing_at_all_makes_the_worker_stumble(kwargs):
+    job = read(kwargs).new_job
+    json.dumps(job.body, allow_nan=False).encode()
+    assert job.id == "job_1"
