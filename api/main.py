@@ -14,6 +14,7 @@ from jobs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 5  # for replies under way; long-polls and streams are ended at once
 MAX_CONNECTIONS_WAITING = 2048
 
@@ -52,6 +53,7 @@ class Server(uvicorn.Server):
 
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM, then return. Raises SystemExit if the start fails."""
+    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)  # unless it is set up
     server = Server(create_app(settings), settings)
     if threading.current_thread() is threading.main_thread():
         # uvicorn stops on these, then raises them again for whoever handled them before: that

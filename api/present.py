@@ -10,11 +10,9 @@ from jobs.forecast import Forecast, forecast
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.records import JobRecord
 
-FRESH_S = 1.0
-
 
 class Presenter:
-    """Builds job objects. Keeps each model's forecast for FRESH_S. Threads may share it."""
+    """Builds job objects. Keeps each model's last forecast. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,22 +39,21 @@ class Presenter:
     def _forecast(
         self, connection: Connection, model: str, records: Sequence[JobRecord], now: float
     ) -> Forecast:
-        """One that is fresh, and knows the given jobs even if it was made before they came."""
+        """One that is fresh enough, and knows the given jobs even if they came after it."""
         with self._lock:
-            seen = self._forecasts.get(model)
-        if seen is None or seen.taken_at < now - FRESH_S:
-            seen = forecast(connection, model, now)
-        elif newer := [
-            record
-            for record in records
-            if record.model == model
-            and record.state == JobState.QUEUED
-            and record.created_at >= seen.taken_at
-        ]:
+            earlier = self._forecasts.get(model)
+        seen = forecast(connection, model, now, earlier)
+        if seen is earlier and (newer := [job for job in records if _joined(job, model, seen)]):
             seen = seen.with_jobs(newer)
         with self._lock:
             self._forecasts[model] = seen
         return seen
+
+
+def _joined(record: JobRecord, model: str, seen: Forecast) -> bool:
+    """Whether the job came into the model's queue after it was looked at."""
+    queued = record.model == model and record.state == JobState.QUEUED
+    return queued and record.created_at >= seen.taken_at
 
 
 def job_object(

@@ -24,6 +24,8 @@ NO_DEADLINE = 1e15  # as the column due_at has it: behind every deadline
 WINDOW_S = 300.0
 MAX_RECENT = 500
 MIN_RECENT = 5
+PACE_KEPT_S = 1.0
+KEPT_S_FOR_EACH = 0.001  # of the jobs in a queue, up to a second
 NUM_SLICES = 4
 TAIL = 0.1  # share of past jobs outside an interval, at each end
 DEVIATIONS = 1.64  # of a sum of many jobs' tokens: the same tails
@@ -48,6 +50,7 @@ class Pace:
     share: tuple[float, float]
     token_s: tuple[float, float]  # seconds a job runs for each of its tokens
     tokens_per_s: tuple[float, float]  # of all jobs together, while any ran
+    measured_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,9 @@ class Forecast:
         # what stands before the first, before the second, … ; squares for the spread of the sum
         self._tokens_ahead = [0, *accumulate(place.max_tokens for place in self._queue)]
         self._squares_ahead = [0, *accumulate(place.max_tokens**2 for place in self._queue)]
+
+    def __len__(self) -> int:
+        return len(self._queue)
 
     def with_jobs(self, jobs: Iterable[JobRecord]) -> "Forecast":
         """The same with jobs that joined the queue since."""
@@ -111,15 +117,29 @@ class Forecast:
         return max(0.0, mean - spread) / fast, (mean + spread) / slow
 
 
-def forecast(connection: Connection, model: str, now: float) -> Forecast:
-    """The model's queue as it stands and the pace of its last WINDOW_S seconds."""
+def forecast(
+    connection: Connection, model: str, now: float, earlier: Forecast | None = None
+) -> Forecast:
+    """The model's queue as it stands and the pace of its last WINDOW_S seconds.
+
+    What is still good of an `earlier` one is not asked for again: the longer the queue, the less
+    does a moment matter to it and the more does it cost to read.
+    """
+    if earlier is not None and now - earlier.taken_at <= min(1.0, len(earlier) * KEPT_S_FOR_EACH):
+        return earlier
+    pace = earlier.pace if earlier is not None else None
+    if pace is None or now - pace.measured_at > PACE_KEPT_S:
+        pace = _pace(connection, model, now)
+    return Forecast(now, pace, _queue(connection, model))
+
+
+def _pace(connection: Connection, model: str, now: float) -> Pace | None:
     has_worker = connection.execute(
         select(func.count()).where(workers.c.model == model, workers.c.lease_until > now)
     ).scalar_one()
-    pace = None
-    if has_worker:
-        pace = measure(_recent(connection, model, now), _running(connection, model), now)
-    return Forecast(now, pace, _queue(connection, model))
+    if not has_worker:
+        return None
+    return measure(_recent(connection, model, now), _running(connection, model), now)
 
 
 def measure(recent: Sequence[Run], running: Sequence[tuple[float, int]], now: float) -> Pace | None:
@@ -145,6 +165,7 @@ def measure(recent: Sequence[Run], running: Sequence[tuple[float, int]], now: fl
         share=_tails(shares),
         token_s=_tails(token_s),
         tokens_per_s=(min(rates), max(rates)),
+        measured_at=now,
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import sqlite3
+from urllib.parse import urlsplit
 
 from tests.api.conftest import completion, error_of, serving, submit
 
@@ -49,7 +50,7 @@ def test_a_fault_of_ours_shows_no_trace(sqlite_settings, monkeypatch, caplog):
         assert client.get("/v1/models").status_code == 200
 
 
-def test_no_prompt_is_ever_logged(sqlite_settings, caplog):
+def test_no_prompt_and_no_password_is_ever_logged(sqlite_settings, caplog):
     canary = "a prompt nobody may read"
     with caplog.at_level(logging.DEBUG), serving(sqlite_settings) as client:
         submit(client, completion(prompt=canary))
@@ -61,3 +62,4 @@ def test_no_prompt_is_ever_logged(sqlite_settings, caplog):
         assert client.post("/v1/jobs", json=completion(prompt=canary)).status_code == 500
     assert "Traceback" in caplog.text
     assert canary not in caplog.text
+    assert urlsplit(sqlite_settings.redis_url).password not in caplog.text

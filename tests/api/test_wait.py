@@ -1,14 +1,17 @@
 """Long-polls: woken by the end, by the safety net, by the shutdown, or by the clock."""
 
+import os
 import signal
 import threading
 import time
 
 import httpx
 import pytest
+import redis
 
 from api.waiters import REREAD_S
 from cli.servers import Valkey
+from jobs.celery_app import queue_for
 from jobs.settings import ModelEntry, Settings
 from tests.api.conftest import MODEL, error_of, hands_on, process, serving, submit, until
 
@@ -129,7 +132,8 @@ def test_a_shutdown_answers_waiters_and_exits_in_good_order(sqlite_settings, sig
         assert waiting.seconds < 15
 
 
-def test_everything_works_while_redis_is_away(database_url, tiny_llama_dir, tmp_path):
+@pytest.mark.parametrize("freeze", [False, True], ids=["killed", "frozen"])
+def test_everything_works_while_redis_is_away(database_url, tiny_llama_dir, tmp_path, freeze):
     valkey = Valkey(tmp_path / "valkey", persist=False)
     valkey.start()
     settings = Settings(
@@ -140,12 +144,17 @@ def test_everything_works_while_redis_is_away(database_url, tiny_llama_dir, tmp_
     with process(settings) as (client, _), hands_on(settings) as hands:
         hands.register()
         before = submit(client)
-        valkey.kill()
         claimed = hands.claim(before["id"])
+        if freeze:
+            os.kill(valkey.pid, signal.SIGSTOP)
+        else:
+            valkey.kill()
         waiting = Waiting(client, before["id"], 30)
         time.sleep(0.3)
+        start = time.monotonic()
         after = [submit(client) for _ in range(20)]
         assert client.post(f"/v1/jobs/{after[0]['id']}/cancel").json()["status"] == "cancelled"
+        assert time.monotonic() - start < 10
         hands.finish(claimed, announce=False)
         assert waiting.join().json()["status"] == "succeeded"
         assert waiting.seconds < 15
@@ -154,6 +163,16 @@ def test_everything_works_while_redis_is_away(database_url, tiny_llama_dir, tmp_
         ready = client.get("/health/ready")
         assert ready.status_code == 503
         assert [each["code"] for each in ready.json()["reasons"]] == ["redis"]
-        valkey.start()
+        if freeze:
+            os.kill(valkey.pid, signal.SIGCONT)
+        else:
+            valkey.start()
         until(lambda: client.get("/health/ready").status_code == 200)
-        valkey.stop()
+        # and hints are told again
+        waiting = Waiting(client, after[1]["id"], 30)
+        hands.finish(hands.claim(after[1]["id"]))
+        assert waiting.join().json()["status"] == "succeeded"
+        with redis.Redis.from_url(valkey.url) as broker:
+            key = f"{settings.key_prefix}{queue_for(MODEL)}"
+            until(lambda: submit(client) and broker.llen(key) > 0)
+    valkey.stop()

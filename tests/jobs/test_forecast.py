@@ -186,6 +186,24 @@ def test_the_forecast_is_tokens_ahead_over_tokens_per_second(bench):
     assert seen.eta_s(running, bench.now + 0.5) == pytest.approx((1.5, 1.5))
 
 
+def test_an_earlier_forecast_is_kept_for_as_long_as_its_queue_is_long(bench):
+    bench.submit(*(new_job() for _ in range(100)))
+    earlier = bench.call(forecast, MODEL, bench.now)
+    assert bench.call(forecast, MODEL, bench.now + 0.09, earlier) is earlier
+    assert bench.call(forecast, MODEL, bench.now + 0.11, earlier) is not earlier
+    empty = bench.call(forecast, "other", bench.now)
+    assert bench.call(forecast, "other", bench.now + 0.001, empty) is not empty
+
+
+def test_a_pace_is_measured_again_after_a_second(bench):
+    bench.register(lease_s=1000)
+    run_some(bench, 5)
+    earlier = bench.call(forecast, MODEL, bench.now)
+    again = bench.call(forecast, MODEL, bench.now + 0.9, earlier)
+    assert again.pace is earlier.pace
+    assert bench.call(forecast, MODEL, bench.now + 1.1, again).pace is not earlier.pace
+
+
 def test_a_backlog_is_the_queued_jobs_of_a_model(bench):
     bench.register()
     first, _, _ = bench.submit(
