@@ -109,7 +109,6 @@ async def cancel_job(job_id: str, services: ServicesDep) -> Response:
     job = await services.sql.write(cancel)
     if job is None:
         raise _unknown(job_id)
-    services.waiters.wake([job_id])
     services.hints.cancelled([job_id])
     return json_response(job)
 

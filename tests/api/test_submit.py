@@ -60,6 +60,13 @@ def test_an_array_is_answered_in_its_order(client):
     assert len({job["id"] for job in listed["data"]}) == 50
 
 
+def test_a_job_behind_a_long_queue_knows_its_place(sqlite_client):
+    jobs = sqlite_client.post("/v1/jobs", json=[completion()] * 1000).json()["data"]
+    assert [job["queue_position"] for job in jobs] == list(range(1, 1001))
+    assert [submit(sqlite_client)["queue_position"] for _ in range(3)] == [1001, 1002, 1003]
+    assert submit(sqlite_client, priority=1)["queue_position"] == 1
+
+
 def test_an_array_with_one_bad_job_is_refused_whole_naming_its_index(client):
     jobs = [completion() for _ in range(5)]
     jobs[3] = completion(temperature=-1)
