@@ -30,8 +30,9 @@ from engine.outputs import (
 )
 from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError, SamplingParams, check_prompt
-from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
+from engine.step_plan import ScheduledSequence, StepPlan
 from engine.tokenizer import Tokenizer
 from engine.weights import resolve_folder
 

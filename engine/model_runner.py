@@ -19,7 +19,7 @@ from engine.models.decoder import Decoder
 from engine.models.settings import DecoderSettings
 from engine.sampler import NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledSequence, StepPlan
+from engine.step_plan import ScheduledSequence, StepPlan
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)

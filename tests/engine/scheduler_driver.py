@@ -1,8 +1,9 @@
 """A scheduler under test, turned by hand: tokens come from the test, time from a step counter."""
 
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_plan import StepPlan
 
 EOS = 0
 LIMITS = {

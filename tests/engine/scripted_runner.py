@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from engine.sampler import NumericalError
-from engine.scheduler import StepPlan
 from engine.sequence import Sequence
+from engine.step_plan import StepPlan
 
 
 def hashed_token(vocab_size: int) -> Callable[[Sequence], int]:

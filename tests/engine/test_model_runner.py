@@ -9,8 +9,9 @@ from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.sampler import NumericalError
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_plan import ScheduledSequence, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

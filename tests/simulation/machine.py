@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.sampling_params import SamplingParams
-from engine.scheduler import CapacityError, Scheduler, StepPlan
+from engine.scheduler import CapacityError, Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceState
+from engine.step_plan import StepPlan
 from tests.simulation.world import EOS, VOCAB_SIZE, FakeRunner, expected_generation
 
 MAX_MODEL_LEN = 40

@@ -13,6 +13,7 @@ from engine import block_manager, scheduler
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
+from engine.step_plan import StepPlan
 from tests.simulation.machine import SchedulerMachine
 
 MAX_EXAMPLES = 400
@@ -226,7 +227,7 @@ def prompts_take_the_whole_budget(patch):
     def schedule(self, now):
         plan = real(self, now)
         rows = [r for r in plan.scheduled if r.num_scheduled_tokens > 1]
-        return scheduler.StepPlan(tuple(rows) or plan.scheduled, plan.block_copies)
+        return StepPlan(tuple(rows) or plan.scheduled, plan.block_copies)
 
     patch.setattr(Scheduler, "schedule", schedule)
 

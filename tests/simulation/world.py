@@ -9,8 +9,8 @@ reads them all and compares them with the sequence's own tokens.
 from zlib import crc32
 
 from engine.sampling_params import SamplingParams
-from engine.scheduler import StepPlan
 from engine.sequence import FinishReason, Sequence
+from engine.step_plan import StepPlan
 
 VOCAB_SIZE = 4  # small, so that prompts and what is generated collide often
 EOS = 0

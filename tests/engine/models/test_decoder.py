@@ -8,8 +8,9 @@ import torch
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledSequence, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_plan import ScheduledSequence
 from tests.engine.models.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
