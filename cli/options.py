@@ -19,4 +19,6 @@ def settings_of(environ: Mapping[str, str]) -> Settings:
     """The settings of `environ`; sets up the process's log too. Raises SettingsError."""
     settings = Settings.from_env(environ)
     logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
+    for name in ("httpx", "httpx2"):  # a line for every request: the supervisor asks ten a second
+        logging.getLogger(name).setLevel(logging.WARNING)
     return settings
