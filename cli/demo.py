@@ -208,19 +208,12 @@ def _show_answers(console: Console, jobs: Sequence[Job]) -> None:
 
 
 def _show_statistics(console: Console, records: Sequence[JobRecord]) -> None:
-    names = (
-        "prompt",
-        "cached",
-        "completion",
-        "queue s",
-        "TTFT s",
-        "TPOT ms",
-        "total s",
-        "tokens/s",
+    table = Table(
+        title="Token statistics (from SQL)", box=box.SIMPLE_HEAD, pad_edge=False, padding=0
     )
-    table = Table("job", title="Token statistics (from SQL)")
-    for name in names:
-        table.add_column(name, justify="right")
+    table.add_column("job", no_wrap=True)
+    for name in ("prompt", "cached", "output", "queue s", "TTFT s", "TPOT ms", "total s", "tok/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         timings = record.timings
         tpot_s, total_s = timings["tpot_s"], timings["total_s"]
