@@ -30,8 +30,6 @@ MAX_CPU_WAITING = 256
 CPU_TIMEOUT_S = 30.0
 MAX_SQL_WAITING = 4096
 SQL_TIMEOUT_S = 20.0  # the database's own limits, of about 15 s, come first
-MAX_WAITERS = 4096
-BODY_BUDGET = 16  # largest bodies that may be in memory at once
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -84,11 +82,9 @@ def _wire(settings: Settings) -> Services:
     return Services(
         settings=settings,
         door=Door.open(settings),
-        waiters=Waiters(MAX_WAITERS),
+        waiters=Waiters(settings.max_waiters),
         hints=Hints(settings, database, make_app(settings)),
-        bodies=BodyReader(
-            settings.max_body_bytes, budget_bytes=BODY_BUDGET * settings.max_body_bytes
-        ),
+        bodies=BodyReader(settings.max_body_bytes, budget_bytes=settings.body_memory_bytes),
         sql=Sql(database, statements),
         presenter=Presenter(),
         redis=connect_async(settings.redis_url),

@@ -140,6 +140,14 @@ class Settings:
         1 << 20, "Largest job in it.", unit="bytes", low=1 << 10, high=1 << 30
     )
     max_jobs_per_call: int = _setting(1000, "Most jobs in one submission.", low=1, high=100_000)
+    body_memory_bytes: int = _setting(
+        64 << 20, "Bodies that one API process holds at once; what comes on top is told to retry.",
+        unit="bytes", low=1 << 10, high=1 << 40,
+    )  # fmt: skip
+    max_waiters: int = _setting(
+        4096, "Clients that wait for a job at one API process, by long-poll or stream.",
+        low=1, high=1_000_000,
+    )  # fmt: skip
     idempotency_ttl_s: float = _setting(
         86_400.0, "How long an Idempotency-Key is remembered.", unit="seconds", low=1,
         high=31_536_000,
@@ -160,6 +168,12 @@ class Settings:
                 "TOKENMILL_BEAT_S",
                 f"must be at most a third of TOKENMILL_LEASE_S ({self.lease_s:g}), "
                 f"got {self.beat_s:g}",
+            )
+        if self.body_memory_bytes < self.max_body_bytes:
+            raise SettingsError(
+                "TOKENMILL_BODY_MEMORY_BYTES",
+                f"must be at least TOKENMILL_MAX_BODY_BYTES ({self.max_body_bytes}), "
+                f"got {self.body_memory_bytes}",
             )
         names = [model.name for model in self.models]
         for name in names:

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import psutil
@@ -120,8 +121,8 @@ def test_a_slow_sender_is_cut_off(sqlite_settings, monkeypatch):
         assert time.monotonic() - start < 10
 
 
-def test_bodies_under_way_share_one_budget(sqlite_settings, monkeypatch):
-    monkeypatch.setattr("api.app.BODY_BUDGET", 1)
+def test_bodies_under_way_share_one_budget(sqlite_settings):
+    settings = replace(sqlite_settings, body_memory_bytes=4 * MIB)
     hold = threading.Event()
 
     def held_open():
@@ -129,7 +130,7 @@ def test_bodies_under_way_share_one_budget(sqlite_settings, monkeypatch):
         hold.wait(30)
         yield json.dumps(completion()).encode()
 
-    with serving(sqlite_settings) as client:
+    with serving(settings) as client:
         replies = []
         first = threading.Thread(target=lambda: replies.append(post(client, held_open())))
         first.start()
@@ -145,9 +146,8 @@ def test_bodies_under_way_share_one_budget(sqlite_settings, monkeypatch):
         assert post(client, b" " * (2 * MIB)).status_code == 400
 
 
-def test_a_sender_that_leaves_frees_what_it_held(sqlite_settings, monkeypatch):
-    monkeypatch.setattr("api.app.BODY_BUDGET", 1)
-    with serving(sqlite_settings) as client:
+def test_a_sender_that_leaves_frees_what_it_held(sqlite_settings):
+    with serving(replace(sqlite_settings, body_memory_bytes=4 * MIB)) as client:
         for _ in range(4):
             address = (client.base_url.host, client.base_url.port)
             with socket.create_connection(address, 10) as raw:

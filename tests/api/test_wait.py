@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -102,9 +103,8 @@ def test_sixty_waiters_are_all_woken(sqlite_client, hands):
     assert max(each.seconds for each in waiting) < 20
 
 
-def test_too_many_waiters_are_told_to_come_back(sqlite_settings, monkeypatch):
-    monkeypatch.setattr("api.app.MAX_WAITERS", 1)
-    with serving(sqlite_settings) as client:
+def test_too_many_waiters_are_told_to_come_back(sqlite_settings):
+    with serving(replace(sqlite_settings, max_waiters=1)) as client:
         job = submit(client)
         waiting = Waiting(client, job["id"], 2)
         time.sleep(0.5)

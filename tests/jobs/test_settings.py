@@ -49,6 +49,11 @@ def test_values_are_read_by_their_type():
         ("TOKENMILL_LEASE_S", "soon", "not a number of seconds: 'soon'"),
         ("TOKENMILL_LEASE_S", "nan", "must be in [1, 3600], got nan"),
         ("TOKENMILL_BEAT_S", "11", "at most a third of TOKENMILL_LEASE_S (30), got 11"),
+        (
+            "TOKENMILL_BODY_MEMORY_BYTES",
+            "1m",
+            "at least TOKENMILL_MAX_BODY_BYTES (4194304), got 1048576",
+        ),
         ("TOKENMILL_PORT", "65536", "must be in [0, 65535]"),
         ("TOKENMILL_PORT", "80.5", "not a number: '80.5'"),
         ("TOKENMILL_KV_CACHE_BYTES", "lots", "not a number of bytes: 'lots'"),
