@@ -1,4 +1,4 @@
-"""What is installed is written down: docs/dependencies.md says why, constraints.txt which version."""
+"""Each dependency is written down: docs/dependencies.md says why, constraints.txt which version."""
 
 import re
 import tomllib

@@ -24,9 +24,9 @@ DOUBT = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 def project_files():
     """What the project wrote: no environment, cache or data."""
     for path in sorted(REPOSITORY.iterdir()):
-        if path.is_file():
+        if path.is_file() and path.name != ".git":  # a file where the checkout is a worktree
             yield path
-        elif path.name == ".ci" or not path.name.startswith((".", "build")):
+        elif path.is_dir() and (path.name == ".ci" or not path.name.startswith((".", "build"))):
             yield from (file for file in path.rglob("*") if file.is_file())
 
 
