@@ -53,7 +53,9 @@ class Decoder:
         self.embedding = Embedding(
             loader.tensor("model.embed_tokens.weight", settings.vocab_size, settings.hidden_size)
         )
-        self.rotary = RotaryEmbedding(settings.head_dim, settings.rope_theta, device)
+        self.rotary = RotaryEmbedding(
+            settings.head_dim, settings.rope_theta, settings.rope_scaling, device
+        )
         self.layers = [loader.layer(i) for i in range(settings.num_layers)]
         self.norm = loader.norm("model.norm", settings.hidden_size)
         if settings.tie_word_embeddings:

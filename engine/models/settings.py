@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.layers.rotary import Llama3Scaling
 from engine.weights import MalformedCheckpointError, UnsupportedModelError
 
 FAMILY_OF = {
@@ -30,6 +31,7 @@ class DecoderSettings:
     max_position_embeddings: int  # tokens
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: Llama3Scaling | None
     tie_word_embeddings: bool
     qkv_bias: bool
     out_bias: bool  # of attention's output projection
@@ -61,6 +63,7 @@ class DecoderSettings:
         head_dim = _count(config, "head_dim", 128 if family == "qwen3" else split, split)
         if head_dim % 2:
             raise UnsupportedModelError(f"head_dim must be even, got {head_dim}")
+        rope_theta, rope_scaling = _rope(config)
         attention_bias = family != "mistral" and _flag(config, "attention_bias")
         return cls(
             vocab_size=_count(config, "vocab_size"),
@@ -72,7 +75,8 @@ class DecoderSettings:
             head_dim=head_dim,
             max_position_embeddings=_count(config, "max_position_embeddings"),
             rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(config),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             tie_word_embeddings=_flag(config, "tie_word_embeddings"),
             qkv_bias=attention_bias or family == "qwen2",
             out_bias=attention_bias and family != "qwen2",
@@ -142,29 +146,40 @@ def _window(config: Mapping[str, Any]) -> int | None:
     return _count(config, "sliding_window", 4096)
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary angles: transformers 5's rope_parameters, or the older two keys."""
-    theta = config.get("rope_theta")
-    rotated = config.get("partial_rotary_factor", 1.0)
-    for name in ("rope_parameters", "rope_scaling"):
-        parameters = config.get(name)
-        if parameters is None:
-            continue
-        if not isinstance(parameters, dict):
-            raise MalformedCheckpointError(f"{name} must be an object, got {parameters!r:.200}")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedModelError(f"{name} has rope_type {kind!r}; only 'default' is known")
-        unknown = sorted(
-            parameters.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
+    """Base and stretching of the angles, from transformers 5's key or the older two."""
+    read: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name)
+        if given is not None and not isinstance(given, dict):
+            raise MalformedCheckpointError(f"{name} must be an object, got {given!r:.200}")
+        read |= given or {}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        read.setdefault(name, config.get(name))
+    if read.pop("partial_rotary_factor") not in (None, 1.0):
+        raise UnsupportedModelError("partial_rotary_factor must be 1: heads are turned as a whole")
+    theta = _positive(read, "rope_theta", 10000.0)
+    old_kind = read.pop("type", "default")
+    kind = read.pop("rope_type", old_kind)
+    unknown = read.keys() - {"rope_theta"}
+    scaling = None
+    if kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=_positive(read, "factor"),
+            low_freq_factor=_positive(read, "low_freq_factor"),
+            high_freq_factor=_positive(read, "high_freq_factor"),
+            original_max_position_embeddings=_count(read, "original_max_position_embeddings"),
         )
-        if unknown:
-            raise UnsupportedModelError(f"{name} has settings that are not known: {unknown}")
-        rotated = parameters.get("partial_rotary_factor", rotated)
-        theta = parameters.get("rope_theta", theta)
-    if rotated != 1.0:
-        raise UnsupportedModelError(f"partial_rotary_factor must be 1, got {rotated!r}")
-    return _positive({"rope_theta": theta}, "rope_theta", 10000.0)
+        unknown -= set(Llama3Scaling.__slots__)
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise MalformedCheckpointError(
+                f"high_freq_factor must be over low_freq_factor, got {scaling}"
+            )
+    elif kind != "default":
+        raise UnsupportedModelError(f"rope_type must be default or llama3, got {kind!r}")
+    if unknown:
+        raise UnsupportedModelError(f"rope settings that are not known: {sorted(unknown)}")
+    return theta, scaling
 
 
 def _count(
@@ -185,10 +200,10 @@ def _count(
     return value
 
 
-def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+def _positive(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise MalformedCheckpointError(f"{name} must be a positive number, got {value!r}")
     return float(value)
 

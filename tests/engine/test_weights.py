@@ -97,6 +97,27 @@ def test_end_ids_come_from_the_generation_config_then_from_the_config(folder, fo
     assert load(folder).eos_token_ids == {9}
 
 
+@pytest.fixture
+def offline_hub(tmp_path, monkeypatch):
+    """The hub's cache in a folder of the test's, and no network behind it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_hub_id_is_found_in_the_hubs_cache(offline_hub, folder):
+    repository = offline_hub / "models--maker--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("1234")
+    shutil.copytree(folder, repository / "snapshots" / "1234")
+    assert resolve_folder("maker/tiny") == repository / "snapshots" / "1234"
+
+
+def test_a_hub_id_that_cannot_be_had_is_named(offline_hub):
+    with pytest.raises(CheckpointNotFoundError, match="maker/absent"):
+        resolve_folder("maker/absent")
+
+
 def test_a_missing_folder_or_file_is_named(folder, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
         resolve_folder(str(tmp_path / "nowhere"))

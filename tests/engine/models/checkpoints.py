@@ -34,6 +34,18 @@ CONFIGS = {
     "llama, tied, with biases and wide heads": lambda: LlamaConfig(
         **SIZE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16
     ),
+    "llama, stretched like 3.1": lambda: LlamaConfig(
+        **SIZE,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "mistral, window of 11": lambda: MistralConfig(**SIZE, sliding_window=11),
     "mistral, no window": lambda: MistralConfig(**SIZE, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**SIZE, tie_word_embeddings=False),

@@ -8,6 +8,14 @@ from engine.models.settings import DecoderSettings
 from engine.weights import MalformedCheckpointError, UnsupportedModelError
 from tests.engine.models.checkpoints import CLASSES, CONFIGS
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def config(name, **changes):
     """config.json as transformers writes it; a change to `...` takes the key away."""
@@ -69,6 +77,15 @@ def test_the_base_of_the_angles_is_read_from_every_form(changes):
     assert DecoderSettings.from_config(config("llama", **changes)).rope_theta == 500_000.0
 
 
+def test_the_stretching_of_llama_3_is_read_from_both_forms():
+    new = config("llama", rope_parameters=LLAMA3 | {"rope_theta": 5e5})
+    old = config("llama", rope_parameters=..., rope_scaling=LLAMA3, rope_theta=5e5)
+    settings = DecoderSettings.from_config(new)
+    assert settings == DecoderSettings.from_config(old)
+    assert settings.rope_theta == 500_000.0
+    assert settings.rope_scaling.original_max_position_embeddings == 64
+
+
 def test_absent_settings_have_the_defaults_of_their_family():
     absent = ("rope_parameters", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act")
     changes = dict.fromkeys((*absent, "tie_word_embeddings", "attention_bias"), ...)
@@ -86,12 +103,16 @@ def test_absent_settings_have_the_defaults_of_their_family():
         ({"model_type": "mistral"}, "model_type 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act.*'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.*'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type.*'yarn'"),
+        (
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type.*'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": ["default"]}}, "rope_type"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor.*0.5"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor.*0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"head_dim": 7}, "head_dim.*7"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": ["full_attention", {}]}, "layer_types"),
@@ -123,6 +144,8 @@ def test_a_mistral_with_mixed_layers_is_refused():
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta.*'big'"),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor.*None"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["sliding_attention"] * 2}, "window"),
