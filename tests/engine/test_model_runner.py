@@ -7,7 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
-from engine.sampler import NumericalError
+from engine.sampler import NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -137,6 +137,16 @@ def test_what_a_step_leaves_in_free_slots_never_reaches_another_sequence(runner)
     assert runner.run(whole(a_sequence(range(40, 59), [3, 4]))) == expected
     for layer in runner.kv_cache.layers:
         layer.zero_()
+
+
+def test_a_draw_is_keyed_by_seed_sample_and_place_in_the_sequence(runner):
+    for length in range(5, 25):
+        sequence = a_sequence(range(length), [0, 1], temperature=2.0)
+        sequence.num_prompt_tokens = 4
+        sequence.sample_index = length % 3
+        row = SampledRow(params=sequence.params, seed=3, sample_index=length % 3, position=length)
+        expected = sample(runner.logits(whole(sequence).scheduled), [row])
+        assert runner.run(whole(sequence)) == expected
 
 
 def test_draws_do_not_depend_on_the_company_or_the_cuts(runner):

@@ -23,6 +23,7 @@ CASES = {
 }
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.parametrize(("kernels", "device"), CASES.values(), ids=CASES.keys()),
     pytest.mark.parametrize("dtype", DTYPES, ids=str),
     pytest.mark.parametrize("seed", SEEDS),
