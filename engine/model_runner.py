@@ -4,7 +4,7 @@ Owns the model and the KV cache's memory. Knows nothing of text, or of which seq
 """
 
 import logging
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from engine.models.decoder import Decoder
 from engine.models.settings import DecoderSettings
 from engine.sampler import NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.weights import Checkpoint, resolve_folder
 
@@ -84,13 +85,13 @@ class ModelRunner:
             return results
         sampling = [i for i, row in enumerate(plan.scheduled) if row.samples]
         logits = self.logits(plan.scheduled)
-        rows = [_sampled_row(plan.scheduled[i]) for i in sampling]
+        rows = [self._sampled_row(plan.scheduled[i].sequence) for i in sampling]
         for i, drawn in zip(sampling, sample(logits, rows), strict=True):
             results[i] = drawn
         return results
 
     @torch.inference_mode()
-    def logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:
+    def logits(self, scheduled: abc.Sequence[ScheduledSequence]) -> Tensor:
         """[R, vocab] float32, of the rows that sample, in order. Changes the KV cache."""
         batch = self._batch(scheduled)
         return self._model.forward(
@@ -101,7 +102,7 @@ class ModelRunner:
             batch.logit_rows,
         )
 
-    def _batch(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
+    def _batch(self, scheduled: abc.Sequence[ScheduledSequence]) -> StepBatch:
         token_ids: list[int] = []
         for row in scheduled:
             start = row.sequence.num_computed_tokens
@@ -139,6 +140,21 @@ class ModelRunner:
                 block_tables=self._tensor(block_tables, torch.int32),
             ),
             logit_rows=self._tensor(cu_query_lens[1:][samples] - 1, torch.int64),
+        )
+
+    def _sampled_row(self, sequence: Sequence) -> SampledRow:
+        params = sequence.params
+        banned: tuple[int, ...] = ()
+        if sequence.num_generated_tokens < params.min_tokens:
+            # what would end the generation is not drawn; passed over, it would stand in the text
+            stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            banned = tuple(sorted(stops))
+        return SampledRow(
+            params=params,
+            seed=sequence.seed,
+            sample_index=sequence.sample_index,
+            position=sequence.num_tokens,
+            banned=banned,
         )
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -180,16 +196,6 @@ class ModelRunner:
         row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, sample_index=0, position=0)
         sample(logits, [row] * num_rows)
         torch.cuda.synchronize(self.device)
-
-
-def _sampled_row(row: ScheduledSequence) -> SampledRow:
-    sequence = row.sequence
-    return SampledRow(
-        params=sequence.params,
-        seed=sequence.seed,
-        sample_index=sequence.sample_index,
-        position=sequence.num_tokens,
-    )
 
 
 def _device(name: str) -> torch.device:

@@ -34,16 +34,20 @@ class SampledRow:
     seed: int  # [0, 2⁶⁴)
     sample_index: int
     position: int  # index in the sequence of the token being drawn
+    banned: tuple[int, ...] = ()  # ids that may not be drawn here, in [0, vocab)
 
 
 def sample(
-    logits: Tensor,  # [R, vocab] float32
+    logits: Tensor,  # [R, vocab] float32, changed where a row bans tokens
     rows: Sequence[SampledRow],  # [R]
 ) -> list[int | NumericalError]:
     """One token id for each row; in the place of a row that is broken, the error."""
     assert logits.shape[0] == len(rows)
     if not rows:
         return []
+    for i, row in enumerate(rows):
+        if row.banned:
+            logits[i, list(row.banned)] = -torch.inf
     results: list[int | NumericalError] = [NumericalError("unset")] * len(rows)
     groups: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
     for i, peak_is_finite in enumerate(logits.amax(dim=-1).isfinite().tolist()):
