@@ -305,6 +305,34 @@ def test_when_half_a_step_is_too_large_the_largest_sequence_fails(engine_of):
     assert [outputs[i].completions for i in (0, 2)] == [expected[i].completions for i in (0, 2)]
 
 
+class NoMemoryToCopy:
+    """A device that runs out of memory on its first `times` steps with block copies."""
+
+    def __init__(self, runner, times):
+        self.times = times
+        self._run = runner.run
+
+    def __call__(self, plan):
+        if plan.block_copies and plan.scheduled and self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        return self._run(plan)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_block_copies_are_made_even_when_a_step_is_cut(engine_of, times):
+    """The runner fails when a forked sequence finds its prompt uncopied."""
+    options = SamplingParams(max_tokens=8, ignore_eos=True, seed=5, n=3)
+    (expected,) = engine_of().generate([[7] * 6], options)
+    engine = engine_of()
+    engine.runner.run = memory = NoMemoryToCopy(engine.runner, times)
+    (output,) = engine.generate([[7] * 6], options)
+    assert memory.times == 0
+    healthy = [c for c in output.completions if c.finish_reason is not FinishReason.ERROR]
+    assert len(healthy) == (3 if times == 1 else 2)
+    assert all(c == expected.completions[c.index] for c in healthy)
+
+
 def test_another_error_in_a_step_is_not_hidden(engine_of):
     def next_token(sequence):
         raise ZeroDivisionError
@@ -424,3 +452,62 @@ def test_few_blocks_change_no_output(engine_of):
     assert [o.completions for o in got] == [o.completions for o in expected]
     assert tight.stats().num_preemptions > 0
     assert sum(o.stats.num_preemptions for o in got) == tight.stats().num_preemptions
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    acts=st.lists(
+        st.one_of(
+            st.just("step"),
+            st.tuples(st.just("abort"), st.integers(0, 12)),
+            st.tuples(st.just("add"), st.integers(1, 12), st.integers(1, 3), st.integers(0, 2)),
+        ),
+        max_size=40,
+    )
+)
+def test_however_requests_come_and_go_each_ends_once_and_no_block_is_lost(tokenizer, acts):
+    runner = ScriptedRunner(
+        hashed_token(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        num_blocks=14,
+        block_size=BLOCK_SIZE,
+    )
+    config = EngineConfig(
+        model="scripted", block_size=BLOCK_SIZE, max_num_seqs=5, max_num_batched_tokens=9
+    )
+    engine = LLMEngine(config, clock=Clock(), tokenizer=tokenizer, runner=runner)
+    added, ended, text = [], [], {}
+
+    def take(updates):
+        for update in updates:
+            for delta in update.deltas:
+                key = (update.request_id, delta.sample_index)
+                text[key] = text.get(key, "") + delta.text
+            if update.output is not None:
+                ended.append(update.output)
+                for c in update.output.completions:
+                    assert c.text == text.get((update.request_id, c.index), "")
+
+    for act in acts:
+        match act:
+            case "step":
+                take(engine.step())
+            case ("abort", which):
+                output = engine.abort(str(which))
+                if output is not None:
+                    ended.append(output)
+            case ("add", length, n, priority):
+                added.append(str(len(added)))
+                options = SamplingParams(max_tokens=9, n=n, stop=("e", "th"))
+                prompt = [5, 6, 7, *range(8, 8 + length)]
+                engine.add_request(added[-1], prompt, options, priority=priority)
+        engine.check()
+    for _ in range(2000):
+        if not engine.has_unfinished:
+            break
+        take(engine.step())
+        engine.check()
+    assert sorted(output.request_id for output in ended) == sorted(added)
+    assert all(len(c.token_ids) <= 9 for output in ended for c in output.completions)
+    assert engine.stats().num_free_blocks == 14
+    assert engine.step() == []

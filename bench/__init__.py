@@ -1,0 +1,1 @@
+"""Programs that print numbers. Nothing in the product imports them."""

@@ -1,0 +1,105 @@
+"""The benchmark prints what it measured in the form that all measured engines share."""
+
+import json
+
+import pytest
+
+import bench.measure
+from bench.measure import REFERENCE, Pieces, agreement, measure, salted
+from bench.throughput import main
+
+PEER_KEYS = {"wall_s", "walls", "out_tps", "total_tps", "peak_rss_mb"}
+
+
+@pytest.fixture
+def workload(tmp_path, monkeypatch):
+    """Workloads for a vocabulary of a few hundred tokens."""
+    monkeypatch.setattr(bench.measure, "FIRST_SALT", 200)
+    prompts = [[3 + i, *range(10, 30)] for i in range(6)]
+    file = tmp_path / "workload.json"
+    requests = [{"prompt": prompt, "max_tokens": 5 + i} for i, prompt in enumerate(prompts)]
+    works = {
+        "W1": {"requests": requests},
+        "W2": {"requests": requests[:1]},
+        "W5": {"requests": requests[:1], "n": 4, "temperature": 1.0},
+    }
+    file.write_text(json.dumps(works))
+    return file
+
+
+def run(capsys, *arguments):
+    main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
+
+
+def test_the_engines_figures_have_the_peers_form(tiny_llama_dir, workload, capsys):
+    result, said = run(
+        capsys, "--workload", workload, "--model", tiny_llama_dir, "--only", "W1,W2,W5",
+        "--repeat", 2, "--json",
+    )  # fmt: skip
+    assert result["peer"] == "tokenmill"
+    assert {"version", "precision"} <= set(result)
+    assert set(result["W1"]) == set(result["W5"]) == PEER_KEYS
+    assert set(result["W2"]) == PEER_KEYS | {"ttft_ms", "decode_tps"}
+    assert len(result["W1"]["walls"]) == 2
+    for name, num_prompt, num_output in (("W1", 126, 45), ("W5", 21, 20)):
+        figures = result[name]
+        wall_s = num_output / figures["out_tps"]
+        assert wall_s == pytest.approx(figures["wall_s"], rel=0.05, abs=1e-3)
+        assert figures["total_tps"] == pytest.approx((num_prompt + num_output) / wall_s, rel=0.05)
+        assert figures["peak_rss_mb"] > 50
+    for word in ("output tokens/s", "steps", "mean batch", "KV use"):
+        assert word in said
+
+
+def test_an_unknown_workload_is_named(tiny_llama_dir, workload):
+    with pytest.raises(SystemExit, match="no workload 'W9'; it has W1, W2, W5"):
+        main(["--workload", str(workload), "--model", str(tiny_llama_dir), "--only", "W9"])
+
+
+def test_a_missing_model_is_named(tmp_path, workload):
+    with pytest.raises(SystemExit, match=r"no model in .*: tokenmill models fetch nowhere"):
+        main(["--workload", str(workload), "--model", str(tmp_path / "nowhere")])
+
+
+def test_rounds_share_no_prefix_and_keep_what_a_round_shares():
+    requests = [{"prompt": [1, 2, 3], "max_tokens": 1}, {"prompt": [1, 2, 4], "max_tokens": 1}]
+    rounds = [salted(requests, i) for i in range(3)]
+    assert rounds[0] == requests
+    firsts = [{r["prompt"][0] for r in requests} for requests in rounds]
+    assert all(len(first) == 1 for first in firsts)
+    assert len(set.union(*firsts)) == 3
+    assert [r["prompt"][1:] for r in rounds[2]] == [[2, 3], [2, 4]]
+
+
+def test_agreement_stops_at_the_first_difference():
+    reference = json.loads(REFERENCE.read_text())
+    requests = [{"prompt": prompt} for prompt in reference["prompts"]]
+    outputs = [list(ids) for ids in reference["outputs"]]
+    assert agreement(requests, outputs) == 1.0
+    outputs[0][0] += 1
+    assert agreement(requests, outputs) == 0.938
+    assert agreement(requests[1:], outputs) is None
+
+
+def test_systems_take_turns_and_wrong_lengths_are_counted():
+    turns = []
+
+    def system(name, num_tokens):
+        def run(requests, n, temperature):
+            turns.append(name)
+            pieces = [[5] * num_tokens] * (len(requests) * n)
+            return Pieces(
+                wall_s=0.5, token_ids=pieces, num_tokens=[num_tokens] * len(pieces), texts=[]
+            )
+
+        return run
+
+    work = {"requests": [{"prompt": [1, 2], "max_tokens": 4}] * 3, "n": 2}
+    systems = {"right": system("right", 4), "short": system("short", 3)}
+    measured = measure("W4", work, systems, lambda name: [], 3)
+    assert turns == ["right", "short"] * 3
+    assert measured["right"].output_tps == 48
+    assert "wrong_lengths" not in measured["right"].as_peer()
+    assert measured["short"].as_peer()["wrong_lengths"] == 18
