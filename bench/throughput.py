@@ -21,6 +21,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # run as a script, from a checkout that need not be installed
+# as a worker starts its engine, and before torch is loaded: both are to be measured alike
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from bench.measure import (  # noqa: E402
     Measured,

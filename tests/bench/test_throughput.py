@@ -1,11 +1,12 @@
 """The benchmark prints what it measured in the form that all measured engines share."""
 
 import json
+import os
 
 import pytest
 
 import bench.measure
-from bench.measure import REFERENCE, Pieces, agreement, measure, salted
+from bench.measure import REFERENCE, Pieces, agreement, descendants, measure, salted
 from bench.throughput import main
 
 PEER_KEYS = {"wall_s", "walls", "out_tps", "total_tps", "peak_rss_mb"}
@@ -103,3 +104,19 @@ def test_systems_take_turns_and_wrong_lengths_are_counted():
     assert measured["right"].output_tps == 48
     assert "wrong_lengths" not in measured["right"].as_peer()
     assert measured["short"].as_peer()["wrong_lengths"] == 18
+
+
+@pytest.mark.slow
+def test_the_services_cost_is_measured_against_the_engine(tiny_llama_dir, workload, capsys):
+    result, said = run(
+        capsys, "--workload", workload, "--model", tiny_llama_dir, "--only", "W1,W2,W5",
+        "--repeat", 2, "--through", "service", "--json",
+    )  # fmt: skip
+    assert set(result["W1"]) == set(result["engine"]["W5"]) == PEER_KEYS
+    assert set(result["W2"]) == PEER_KEYS | {"ttft_ms", "decode_tps"}
+    for name, cost in result["service_cost"].items():
+        service, engine = result[name], result["engine"][name]
+        assert len(service["walls"]) == len(engine["walls"]) == 2
+        assert cost == pytest.approx(1 - engine["wall_s"] / service["wall_s"], abs=0.02)
+    assert "6 of 6 texts equal the engine's" in said
+    assert not list(descendants(os.getpid()))[1:]

@@ -15,6 +15,8 @@ from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.model_runner import ModelRunner
 from engine.tokenizer import Tokenizer
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "cases" / "reference_greedy.json").read_text("utf-8")
 )
@@ -65,14 +67,12 @@ def assert_equal(outputs):
         )
 
 
-@pytest.mark.slow
 def test_one_at_a_time(engine_of):
     engine = engine_of(max_num_seqs=1)
     assert_equal([generate(engine, [prompt])[0] for prompt in PROMPTS])
     assert engine.stats().peak_step_seqs == 1
 
 
-@pytest.mark.slow
 def test_all_together_and_again_from_the_prefix_cache(engine_of):
     engine = engine_of()
     assert_equal(generate(engine, PROMPTS))
@@ -84,23 +84,19 @@ def test_all_together_and_again_from_the_prefix_cache(engine_of):
     assert engine.stats().cached_tokens == full_blocks * BLOCK_SIZE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "num_seqs"), [(7, 3), (64, 16)])
 def test_in_chunks(engine_of, num_tokens, num_seqs):
     engine = engine_of(max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
     assert_equal(generate(engine, PROMPTS))
 
 
-@pytest.mark.slow
 def test_without_a_prefix_cache(engine_of):
     engine = engine_of(enable_prefix_caching=False)
     assert_equal(generate(engine, PROMPTS))
     assert engine.stats().cached_tokens == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_with_so_few_blocks_that_sequences_are_preempted(engine_of, enable_prefix_caching):
-    engine = engine_of(num_blocks=60, enable_prefix_caching=enable_prefix_caching)
+def test_with_so_few_blocks_that_sequences_are_preempted(engine_of):
+    engine = engine_of(num_blocks=60)
     assert_equal(generate(engine, PROMPTS))
     assert engine.stats().num_preemptions > 0
