@@ -28,6 +28,10 @@ from worker import sweeper
 
 TIMEOUT_S = 120.0  # for anything; the machine may be busy
 MODEL = "tiny"
+CELERY = (
+    *("-m", "celery", "-A", "worker.app", "worker"),
+    *("--without-gossip", "--without-mingle", "--loglevel", "INFO"),
+)
 SHORT_TIMES = {
     "TOKENMILL_LEASE_S": "3",
     "TOKENMILL_BEAT_S": "0.5",
@@ -105,13 +109,14 @@ class Deployment:
 
     # -- workers
 
-    def start_worker(self, *, wait: bool = True, options: tuple[str, ...] = ()) -> Worker:
+    def start_worker(self, *, wait: bool = True, command: tuple[str, ...] = CELERY) -> Worker:
         log = self.folder / f"worker-{len(self.workers)}.log"
-        command = [sys.executable, "-m", "celery", "-A", "worker.app", "worker"]
-        command += ["--without-gossip", "--without-mingle", "--loglevel", "INFO", *options]
         with log.open("wb") as output:
             process = tether.spawn(
-                command, death_signal=signal.SIGKILL, env=self.env, output=output
+                [sys.executable, *command],
+                death_signal=signal.SIGKILL,
+                env=self.env,
+                output=output,
             )
         worker = Worker(process, log)
         self.workers.append(worker)

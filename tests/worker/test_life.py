@@ -173,6 +173,18 @@ def test_a_hint_brings_the_news_of_a_cancel_long_before_the_next_beat(start):
     assert deployment.get(job_id).output is None
 
 
+def test_a_worker_can_be_run_by_a_call_with_fewer_seats(sqlite_deployment):
+    call = (
+        "import sys; from jobs.settings import Settings; from worker.main import run_worker; "
+        "sys.exit(run_worker(Settings.from_env(), concurrency=3))"
+    )
+    worker = sqlite_deployment.start_worker(command=("-c", call))
+    [row] = sqlite_deployment.ended(*sqlite_deployment.submit(completion(5)))
+    assert row.state == JobState.SUCCEEDED
+    assert sqlite_deployment.row_of(worker).max_num_seqs == 3
+    assert worker.stop() == 0
+
+
 def test_a_missing_model_ends_the_worker_with_a_word_and_a_code(sqlite_deployment):
     sqlite_deployment.env["TOKENMILL_MODELS"] = "tiny=/nowhere/at/all"
     worker = sqlite_deployment.start_worker(wait=False)
