@@ -6,6 +6,7 @@ StartError
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from worker.dispatcher import Dispatcher
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.lease import LeaseKeeper
 from worker.ledger import Ledger
+
+HINT_PAUSE_S = 5.0  # after one that Redis did not take
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Parts:
         self._model = model
         self._worker_id = worker_id
         self._lease: LeaseKeeper | None = None
+        self._announce_at = 0.0
         tokenizer = _load_tokenizer(model)
         self._publisher = Publisher(settings)
         self._cancelled = Subscription(settings, Channel.CANCELLED)
@@ -121,7 +125,11 @@ class Parts:
         self._database.dispose()
 
     def _announce(self, ids: Collection[str]) -> None:
-        self._publisher.publish(Channel.ENDED, ids)
+        """A hint may be lost. A Redis that hangs must not hold up the ledger at every commit."""
+        if time.monotonic() >= self._announce_at and not self._publisher.publish(
+            Channel.ENDED, ids
+        ):
+            self._announce_at = time.monotonic() + HINT_PAUSE_S
 
 
 def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
