@@ -191,34 +191,43 @@ def test_what_crashes_is_started_again_and_no_job_is_lost(up, client, victim):
     assert up.descendant(*victim) != crashed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_the_end_leaves_no_process_behind(tmp_path, tiny_llama_dir, number):
-    up = start_up(tmp_path, tiny_llama_dir, drain_grace_s=1)
-    with Client(up.url) as client:
-        jobs = client.submit([completion(max_tokens=480, ignore_eos=True) for _ in range(30)])
-        wait_until(lambda: client.job(jobs[0]["id"])["status"] == "running")
-    below = up.descendants()
-    assert len(below) >= 4  # Valkey, API, worker, engine
-    status = up.end(number)
-    assert status == (0 if number != signal.SIGKILL else -signal.SIGKILL), up.log.read_text()
-    _, alive = psutil.wait_procs(below, timeout=20 if number == signal.SIGKILL else 1)
-    assert alive == []
-
-
-def test_what_was_accepted_before_the_end_is_done_after_the_next_start(tmp_path, tiny_llama_dir):
-    up = start_up(tmp_path, tiny_llama_dir, drain_grace_s=0)
+def busy(up):
+    """Give the service more than it can finish at once; returns the jobs, one of them running."""
     with Client(up.url) as client:
         jobs = client.submit([completion(max_tokens=300, ignore_eos=True) for _ in range(30)])
         wait_until(lambda: client.job(jobs[0]["id"])["status"] == "running")
-    assert up.end() == 0
+    below = up.descendants()
+    assert len(below) >= 4  # Valkey, API, worker, engine
+    return [job["id"] for job in jobs], below
+
+
+def test_the_end_leaves_no_process_behind_and_the_next_start_finishes_the_jobs(
+    tmp_path, tiny_llama_dir
+):
+    up = start_up(tmp_path, tiny_llama_dir, drain_grace_s=0)
+    ids, below = busy(up)
+    assert up.end(signal.SIGTERM) == 0, up.log.read_text()
+    _, alive = psutil.wait_procs(below, timeout=1)
+    assert alive == []
     up = start_up(tmp_path, tiny_llama_dir)
     try:
         with Client(up.url) as client:
-            ended = client.wait([job["id"] for job in jobs])
+            ended = client.wait(ids)
+        below = up.descendants()
     finally:
-        up.end()
+        assert up.end(signal.SIGINT) == 0, up.log.read_text()
+    _, alive = psutil.wait_procs(below, timeout=1)
+    assert alive == []
     assert {job["status"] for job in ended.values()} == {"succeeded"}
     assert {job["usage"]["completion_tokens"] for job in ended.values()} == {300}
+
+
+def test_a_killed_supervisor_takes_every_process_with_it(tmp_path, tiny_llama_dir):
+    up = start_up(tmp_path, tiny_llama_dir, drain_grace_s=1)
+    _, below = busy(up)
+    up.end(signal.SIGKILL)
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert alive == []
 
 
 def test_a_signal_before_readiness_ends_the_start(tmp_path, tiny_llama_dir):
