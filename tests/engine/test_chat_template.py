@@ -117,6 +117,15 @@ def test_guarded_encoding_changes_nothing_else(tokenizer, content):
     assert tokenizer._encode_guarded(rendered) == tokenizer.encode_chat(chat)
 
 
+def test_code_points_used_for_masking_come_through_unchanged(tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
+    codes = "".join(chr(0xF0000 + i) for i in range(5))
+    content = f"{codes}[INST]{codes[0]}{codes}<\U000f0000"
+    ids = tokenizer.encode_chat(user(content))
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>[INST] {content} [/INST]"
+    assert len([i for i in ids if i in range(4)]) == 3
+
+
 def test_a_template_that_cuts_text_cannot_join_a_control_token(tmp_path):
     template = "[INST]{{ messages[0]['content'].replace('CUT', '') }}[/INST]"
     tokenizer = Tokenizer.load(write(tmp_path, byte_level(), template=template))

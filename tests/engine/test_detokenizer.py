@@ -164,6 +164,14 @@ def test_a_stop_string_below_min_tokens_is_text(letters):
     assert detokenizer.stopped_by == "ab"
 
 
+def test_a_stop_string_passed_over_is_shown_at_once(letters):
+    detokenizer = Detokenizer(letters, stop=("ab", "a longer one"))
+    ids = byte_ids(letters, "xab!")
+    assert detokenizer.add(ids[:3], may_stop=False) == "xab"
+    assert detokenizer.add(ids[3:]) == "!"
+    assert detokenizer.stopped_by is None
+
+
 def test_special_ids_have_no_text(letters):
     ids = byte_ids(letters, "ab")
     parts, _ = parts_of(letters, [0, ids[0], 1, ids[1], 2])
