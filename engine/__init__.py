@@ -11,7 +11,7 @@ _HOMES = {
     "EngineConfig": "engine.config",
     "LLMEngine": "engine.llm_engine",
     "ParameterError": "engine.sampling_params",
-    "RequestOutput": "engine.llm_engine",
+    "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
 }
 

@@ -20,14 +20,8 @@ import torch
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.model_runner import ModelRunner
-from engine.outputs import (
-    Completion,
-    Delta,
-    EngineStats,
-    RequestOutput,
-    RequestStats,
-    RequestUpdate,
-)
+from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
+from engine.requests import Request, Sample
 from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError, SamplingParams, check_prompt
 from engine.scheduler import Scheduler
@@ -47,25 +41,6 @@ class Runner(Protocol):
     model_id: bytes
 
     def run(self, plan: StepPlan) -> list[int | NumericalError | None]: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Sample:
-    """A sequence and the text of it."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer
-    num_seen: int = 0  # generated tokens the detokenizer has been given
-    stop_reason: str | int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    request_id: str
-    samples: list[_Sample]
-    arrived_at: float
-    first_scheduled_at: float | None = None
-    first_token_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -121,8 +96,8 @@ class LLMEngine:
         )
         self._clock = clock
         self._seeds = random.Random(config.seed)
-        self._requests: dict[str, _Request] = {}
-        self._owners: dict[int, tuple[_Request, _Sample]] = {}  # by seq_id
+        self._requests: dict[str, Request] = {}
+        self._owners: dict[int, tuple[Request, Sample]] = {}  # by seq_id
         self._ended_early: list[Sequence] = []  # by their checkpoint, told in the next step
         self._totals = _Totals()
 
@@ -165,10 +140,10 @@ class LLMEngine:
             cache_salt=cache_salt,
         )
         samples = [
-            _Sample(sequence, Detokenizer(self.tokenizer, stop=params.stop))
+            Sample(sequence, Detokenizer(self.tokenizer, stop=params.stop))
             for sequence in sequences
         ]
-        request = _Request(request_id, samples, arrived_at=now)
+        request = Request(request_id, samples, arrived_at=now)
         self._requests[request_id] = request
         self._totals.prompt_tokens += len(prompt_ids)
         for sample in samples:
@@ -381,68 +356,25 @@ class LLMEngine:
         updates = []
         for request_id, pieces in deltas.items():
             request = self._requests[request_id]
-            ended = all(s.sequence.finish_reason is not None for s in request.samples)
-            output = self._end(request, now) if ended else None
+            output = self._end(request, now) if request.ended else None
             updates.append(
                 RequestUpdate(request_id=request_id, deltas=tuple(pieces), output=output)
             )
         return updates
 
-    def _take_in_tokens(self, sample: _Sample) -> Delta:
-        """Turn the sequence's new tokens into text; end it where a stop string is complete."""
-        sequence, detokenizer, params = sample.sequence, sample.detokenizer, sample.sequence.params
-        new_ids = sequence.token_ids[sequence.num_prompt_tokens + sample.num_seen :]
-        ended_by_id = sequence.finish_reason is FinishReason.STOP and sample.stop_reason is None
-        spoken = new_ids[:-1] if ended_by_id else new_ids
-        text = ""
-        for token_id in spoken:
-            sample.num_seen += 1
-            text += detokenizer.add([token_id], may_stop=sample.num_seen > params.min_tokens)
-        if sequence.finish_reason is not None:
-            text += detokenizer.flush()
-        sample.num_seen += len(new_ids) - len(spoken)
-        if detokenizer.stopped_by is not None:
-            if sequence.finish_reason in (None, FinishReason.LENGTH, FinishReason.STOP):
-                sample.stop_reason = detokenizer.stopped_by
-                self._scheduler.finish(sequence, FinishReason.STOP)
-        elif ended_by_id and new_ids and new_ids[-1] in params.stop_token_ids:
-            sample.stop_reason = new_ids[-1]
-        return Delta(sample_index=sequence.sample_index, token_ids=tuple(new_ids), text=text)
+    def _take_in_tokens(self, sample: Sample) -> Delta:
+        delta, stops = sample.take_in_tokens()
+        if stops:
+            self._scheduler.finish(sample.sequence, FinishReason.STOP)
+        return delta
 
-    def _end(self, request: _Request, now: float) -> RequestOutput:
+    def _end(self, request: Request, now: float) -> RequestOutput:
         del self._requests[request.request_id]
         for sample in request.samples:
             del self._owners[sample.sequence.seq_id]
-        sequences = [sample.sequence for sample in request.samples]
-        stats = RequestStats(
-            prompt_tokens=sequences[0].num_prompt_tokens,
-            cached_tokens=sequences[0].num_cached_tokens,
-            completion_tokens=sum(s.num_generated_tokens for s in sequences),
-            num_preemptions=sum(s.num_preemptions for s in sequences),
-            arrived_at=request.arrived_at,
-            first_scheduled_at=request.first_scheduled_at,
-            first_token_at=request.first_token_at,
-            finished_at=now,
-        )
-        self._totals.cached_tokens += stats.cached_tokens
-        return RequestOutput(
-            request_id=request.request_id,
-            completions=tuple(map(_completion, request.samples)),
-            stats=stats,
-        )
-
-
-def _completion(sample: _Sample) -> Completion:
-    sequence = sample.sequence
-    assert sequence.finish_reason is not None
-    return Completion(
-        index=sequence.sample_index,
-        token_ids=tuple(sequence.generated_ids),
-        text=sample.detokenizer.text,
-        finish_reason=sequence.finish_reason,
-        stop_reason=sample.stop_reason,
-        error=sequence.error,
-    )
+        output = request.output(now)
+        self._totals.cached_tokens += output.stats.cached_tokens
+        return output
 
 
 def _deadline(now: float, deadline_s: float | None) -> float | None:
