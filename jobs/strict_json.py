@@ -9,9 +9,11 @@ JSONError
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+SHOWN_KEY = 64  # characters of a key in a path
 MAX_INTEGER = 2**64  # exclusive, in absolute value: no field holds more
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BAREWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -62,27 +64,41 @@ def loads(data: bytes, *, max_depth: int = 32) -> Any:
 
 
 def _check(root: Any, max_depth: int) -> None:
-    """Raise JSONError at the first fault, in the order of the text."""
-    stack: list[tuple[Any, str, int]] = [(root, "", 0)]
-    while stack:
-        value, path, depth = stack.pop()
+    """Raise JSONError at the first fault, in the order of the text.
+
+    A path is spelled only for a fault: spelling it for every value would let a small text with a
+    long key and many values take memory without bound.
+    """
+    open_values: list[Iterator[tuple[str | int, Any]]] = []  # root to here, what is left of each
+    trail: list[str | int] = []  # the key or index of each value on the way down
+    value = root
+    while True:
         if isinstance(value, str):
             if fault := _fault_of(value):
-                raise JSONError(path, fault)
+                raise JSONError(_path(trail), fault)
         elif isinstance(value, _Fault):
-            at = path if value.key is None else _member(path, value.key)
-            raise JSONError(at, value.message)
+            at = trail if value.key is None else [*trail, value.key]
+            raise JSONError(_path(at), value.message)
         elif isinstance(value, dict | list):
-            if depth == max_depth:
-                raise JSONError(path, f"nested more than {max_depth} deep")
+            if len(trail) == max_depth:
+                raise JSONError(_path(trail), f"nested more than {max_depth} deep")
             if isinstance(value, dict):
                 for key in value:
                     if fault := _fault_of(key):
-                        raise JSONError(path, f"a key {fault}")
-                children = [(each, _member(path, key)) for key, each in value.items()]
+                        raise JSONError(_path(trail), f"a key {fault}")
+                open_values.append(iter(value.items()))
             else:
-                children = [(each, f"{path}[{i}]") for i, each in enumerate(value)]
-            stack.extend((each, at, depth + 1) for each, at in reversed(children))
+                open_values.append(iter(enumerate(value)))
+            trail.append("")
+        while open_values:
+            step = next(open_values[-1], None)
+            if step is not None:
+                trail[-1], value = step
+                break
+            open_values.pop()
+            trail.pop()
+        else:
+            return
 
 
 def _fault_of(text: str) -> str | None:
@@ -93,11 +109,17 @@ def _fault_of(text: str) -> str | None:
     return None
 
 
-def _member(path: str, key: str) -> str:
-    if not _BAREWORD.fullmatch(key):
-        shown = key if len(key) <= 64 else key[:64] + "…"
-        return f"{path}[{json.dumps(shown)}]"
-    return f"{path}.{key}" if path else key
+def _path(trail: Sequence[str | int]) -> str:
+    path = ""
+    for key in trail:
+        if isinstance(key, int):
+            path += f"[{key}]"
+        elif len(key) <= SHOWN_KEY and _BAREWORD.fullmatch(key):
+            path += f".{key}" if path else key
+        else:
+            shown = key if len(key) <= SHOWN_KEY else key[:SHOWN_KEY] + "…"
+            path += f"[{json.dumps(shown)}]"
+    return path
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Any:

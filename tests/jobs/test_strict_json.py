@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -92,3 +93,22 @@ def test_a_long_key_is_cut_in_the_message():
     with pytest.raises(JSONError) as caught:
         loads(json.dumps({key: {"a": "\0"}}).encode())
     assert len(str(caught.value)) < 200
+
+
+def test_memory_is_bound_by_the_text_whatever_the_keys_are_like():
+    num_values = 50_000
+    long_key = b"A" * 100_000
+    data = b'{"' + long_key + b'": [' + b",".join([b"0"] * num_values) + b"]}"
+    tracemalloc.start()
+    try:
+        loads(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * len(data)
+
+
+def test_a_fault_behind_a_long_key_is_shown_with_the_key_cut():
+    with pytest.raises(JSONError) as caught:
+        loads(b'{"' + b"A" * 5000 + b'": [0, {"b": [1, NaN]}]}')
+    assert caught.value.path == f"[{json.dumps('A' * 64 + '…')}][1].b[1]"
