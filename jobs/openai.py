@@ -55,8 +55,8 @@ def parse(url: str, body: object) -> Generation:
         raise BodyError("url", f"url must be one of {', '.join(URLS)}, got {url!r}")
     if not isinstance(body, dict):
         raise BodyError("body", f"body must be an object, got {_kind(body)}")
+    _refuse_unknown(url, body)
     given = {name: value for name, value in body.items() if value is not None}
-    _refuse_unknown(url, given)
     options = {
         field: read(field, given[field]) for field, read in _OPTIONS.items() if field in given
     }
@@ -119,12 +119,16 @@ def _choice(choice: Choice, chat: bool) -> dict[str, Any]:
     return {"index": choice.index, **outcome, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _refuse_unknown(url: str, given: Mapping[str, Any]) -> None:
+def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
+    """Null means that a field is not given; a field that does not exist is refused all the same."""
     chat = url == CHAT
     works = _CHAT_FIELDS if chat else _COMPLETIONS_FIELDS
     neutral = _NEUTRAL | (_CHAT_NEUTRAL if chat else _COMPLETIONS_NEUTRAL)
-    for name, value in given.items():
+    refused = _CHAT_REFUSED if chat else _COMPLETIONS_REFUSED
+    for name, value in body.items():
         if name in works or name in _OPTIONS:
+            continue
+        if value is None and (name in _HARMLESS or name in neutral or name in refused):
             continue
         if name in _HARMLESS:
             _HARMLESS[name](name, value)
@@ -134,7 +138,7 @@ def _refuse_unknown(url: str, given: Mapping[str, Any]) -> None:
                 if name == "stream":
                     raise BodyError(name, "stream is not supported for jobs: poll or wait for one")
                 raise BodyError(name, f"{name} is not supported yet")
-        elif name in (_CHAT_REFUSED if chat else _COMPLETIONS_REFUSED):
+        elif name in refused:
             raise BodyError(name, f"{name} is not supported yet")
         else:
             raise BodyError(name, f"{name} is not a field of {url}")
@@ -168,10 +172,11 @@ def _message(path: str, message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BodyError(path, f"{path} must be an object, got {_kind(message)}")
     given = {name: value for name, value in message.items() if value is not None and value != []}
-    for name in given:
+    for name in message:
         if name in ("tool_calls", "tool_call_id", "function_call", "refusal", "audio"):
-            raise BodyError(f"{path}.{name}", f"{path}.{name} is not supported yet")
-        if name not in ("role", "content", "name"):
+            if name in given:
+                raise BodyError(f"{path}.{name}", f"{path}.{name} is not supported yet")
+        elif name not in ("role", "content", "name"):
             raise BodyError(f"{path}.{name}", f"{path}.{name} is not a field of a message")
     role = given.get("role")
     if role in ("tool", "function"):

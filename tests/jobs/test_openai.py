@@ -90,6 +90,14 @@ def test_null_means_not_given():
     assert chat(**nothing) == chat()
 
 
+@pytest.mark.parametrize("value", [None, [], 1])
+def test_what_does_not_exist_is_refused_even_as_null(value):
+    assert refusal(chat, surprise=value).param == "surprise"
+    assert refusal(complete, surprise=value).param == "surprise"
+    message = {"role": "user", "content": "hi", "surprise": value}
+    assert refusal(chat, messages=[message]).param == "messages[0].surprise"
+
+
 def test_both_names_of_the_limit_work_and_must_agree():
     assert chat(max_tokens=5).max_tokens == 5
     assert chat(max_completion_tokens=6).max_tokens == 6
