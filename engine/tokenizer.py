@@ -34,6 +34,8 @@ _NAMED_TOKENS = (
 _ESCAPE = "\U000f0000"
 _FIRST_CODE = 0xF0001
 
+PROBED_CHARS_PER_TOKEN = 16
+
 
 class TokenizerError(ValueError):
     """A checkpoint folder's tokenizer files cannot be used; the message names the file."""
@@ -163,7 +165,23 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ParameterError(param, f"{param} must not hold lone surrogates") from error
+        self._refuse_hopeless(rust, text, param)
         return rust.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _refuse_hopeless(self, rust: RustTokenizer, text: str, param: str) -> None:
+        """Raise ParameterError for a text far too long for the model, without reading all of it.
+
+        Judged by its beginning, with a factor 2 to spare for what a cut changes in the last word.
+        """
+        beginning = text[: PROBED_CHARS_PER_TOKEN * self.max_model_len]
+        if len(beginning) == len(text):
+            return
+        if len(rust.encode(beginning, add_special_tokens=False).ids) > 2 * self.max_model_len:
+            raise ParameterError(
+                param,
+                f"{param} of {len(text)} characters has more than the {self.max_model_len} tokens "
+                "this model takes",
+            )
 
     def _masked(self, value: Any) -> Any:
         """The same JSON value with every needle in its strings replaced by two private code points.

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -151,3 +152,25 @@ def run_python():
         return done.stdout.strip()
 
     return run
+
+
+@pytest.mark.parametrize("text", ["a " * 500_000, "a" * 1_000_000, "é" * 500_000])
+def test_a_text_far_beyond_the_models_length_is_refused_without_reading_all_of_it(
+    smollm2_dir, text
+):
+    tokenizer = Tokenizer.load(smollm2_dir)
+    began = time.process_time()
+    with pytest.raises(ParameterError, match="8192 tokens") as caught:
+        tokenizer.encode(text)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ParameterError, match="8192 tokens") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+    assert caught.value.param == "messages"
+    assert time.process_time() - began < 2.0
+
+
+def test_a_long_text_of_few_tokens_is_read_whole(smollm2_dir):
+    tokenizer = Tokenizer.load(smollm2_dir)
+    text = " " * 200_000
+    assert len(tokenizer.encode(text)) < 8192
+    assert tokenizer.decode(tokenizer.encode(text)) == text
