@@ -200,11 +200,16 @@ class Ledger:
     ) -> _Written:
         """All entries of a window. `doubtful`: an earlier try may have been committed.
 
-        Cancels come before claims, so that a job revoked in the window it arrived in never runs.
+        Rows that came whole in a message come first, then cancels, then claims: a job revoked in
+        the window it arrived in has a row to cancel, and never runs.
         """
         written = _Written()
         self._hand_back(connection, _of(HandBack, window), now, written)
         self._finish(connection, _of(Finish, window), now, doubtful, written)
+        sent = [claim.new_job for claim in _of(Claim, window) if claim.new_job is not None]
+        inserts = _of(Insert, window)
+        claims.insert_new(connection, [*(insert.new_job for insert in inserts), *sent], now=now)
+        written.answers += [insert.answer for insert in inserts]
         for cancel in _of(Cancel, window):
             record = store.cancel(connection, cancel.job_id, now=now)
             if record is not None and record.state in TERMINAL:
@@ -212,9 +217,6 @@ class Ledger:
             written.answers.append(cancel.answer)
         wasted = [(waste.job_id, waste.tokens) for waste in _of(Waste, window)]
         claims.account_wasted(connection, wasted)
-        inserts = _of(Insert, window)
-        claims.insert_new(connection, [insert.new_job for insert in inserts], now=now)
-        written.answers += [insert.answer for insert in inserts]
         self._claim(connection, _of(Claim, window), now, doubtful, written)
         written.answers += [flush.answer for flush in _of(Flush, window)]
         return written
@@ -262,8 +264,6 @@ class Ledger:
         doubtful: bool,
         written: _Written,
     ) -> None:
-        new_jobs = [entry.new_job for entry in entries if entry.new_job is not None]
-        claims.insert_new(connection, new_jobs, now=now)
         ids = [entry.job_id for entry in entries]
         claimed = claims.claim(connection, ids, worker_id=self._worker_id, now=now)
         if doubtful:

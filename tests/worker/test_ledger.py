@@ -189,13 +189,21 @@ def test_a_job_the_engine_died_with_too_often_fails_and_is_announced(bench):
     assert bench.announced == [job_id]
 
 
-def test_a_cancel_in_the_window_of_its_claim_wins(bench):
-    [job_id] = bench.submit()
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_cancel_in_the_window_of_its_claim_wins(database_url, whole):
+    bench = Bench(database_url)  # not started: both entries fall into its first window
+    sent = new_job() if whole else None
+    [job_id] = [sent.id] if sent else bench.submit()
     claimed = []
-    bench.ledger.post(Claim(job_id=job_id, answer=lambda job, now: claimed.append(job)))
+    bench.ledger.post(
+        Claim(job_id=job_id, new_job=sent, answer=lambda job, now: claimed.append(job))
+    )
     bench.ledger.post(Cancel(job_id=job_id, answer=lambda: None))
-    assert bench.ledger.flush().wait(TIMEOUT_S)
+    flushed = bench.ledger.flush()
+    bench.ledger.start()
+    assert flushed.wait(TIMEOUT_S)
     assert bench.get(job_id).state == JobState.CANCELLED
+    assert claimed == [None]
     assert bench.announced == [job_id]
 
 
