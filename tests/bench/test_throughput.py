@@ -46,9 +46,12 @@ def test_the_engines_figures_have_the_peers_form(tiny_llama_dir, workload, capsy
     assert len(result["W1"]["walls"]) == 2
     for name, num_prompt, num_output in (("W1", 126, 45), ("W5", 21, 20)):
         figures = result[name]
-        wall_s = num_output / figures["out_tps"]
-        assert wall_s == pytest.approx(figures["wall_s"], rel=0.05, abs=1e-3)
-        assert figures["total_tps"] == pytest.approx((num_prompt + num_output) / wall_s, rel=0.05)
+        for name_of, num_tokens in (
+            ("out_tps", num_output),
+            ("total_tps", num_prompt + num_output),
+        ):
+            rate = num_tokens / figures["wall_s"]  # of figures rounded to 1 ms and 0.1 tokens/s
+            assert figures[name_of] == pytest.approx(rate, rel=0.05, abs=0.06)
         assert figures["peak_rss_mb"] > 50
     for word in ("output tokens/s", "steps", "mean batch", "KV use"):
         assert word in said
