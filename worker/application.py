@@ -13,6 +13,7 @@ def make_worker_app(settings: Settings, model: ModelEntry) -> Celery:
     app = make_app(settings)
     app.conf.update(
         worker_pool=pool_for(settings, model),
+        broker_transport="worker.transport:Transport",
         # only a ceiling: the pool says how many it can take; `celery worker -c` may lower it
         worker_concurrency=2 * settings.max_num_seqs,
         task_queues=[Queue(name, routing_key=name) for name in queues_of(model)],

@@ -141,8 +141,8 @@ class EnginePool(BasePool):
             CeleryCallbacks(
                 accept=accept_callback, end=callback, time_out=timeout_callback or _nothing
             ),
-            soft_limit_s=soft_timeout,
-            hard_limit_s=timeout,
+            soft_limit_s=_limit_s(soft_timeout),
+            hard_limit_s=_limit_s(timeout),
             in_hub=self._call_in_hub,
             on_terminate=functools.partial(self._terminate, task_id),
         )
@@ -158,6 +158,7 @@ class EnginePool(BasePool):
                 request["kwargs"],
                 max_attempts=self.settings.max_attempts,
                 max_bytes=self.settings.max_job_bytes,
+                served=frozenset(model.name for model in self.settings.models),
             )
             self._parts.dispatcher.receive_job(delivery, sent)
         return delivery
@@ -264,6 +265,14 @@ def _job_id(task_name: str, task_id: object, args: object) -> str:
     if task_name == RUN_TASK and isinstance(args, list | tuple) and args:
         return args[0] if isinstance(args[0], str) else ""
     return job_id_of(task_id) if isinstance(task_id, str) else ""
+
+
+def _limit_s(limit: object) -> float | None:
+    """A time limit as a client sent it; what is no number of seconds limits nothing."""
+    if type(limit) not in (int, float):
+        return None
+    assert isinstance(limit, int | float)
+    return float(limit) if limit > 0 else None
 
 
 def _shown(task_id: object) -> str:

@@ -5,8 +5,9 @@ still becomes a row, which says why. Only what cannot stand in a row is left out
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,11 +16,13 @@ from jobs.lifecycle import ErrorCode
 from jobs.records import NewJob, storable
 from worker.generation import Refusal
 
+MAX_SHOWN = 128  # characters of a url or model that a row or a message repeats
+
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of a job; bounds are NewJob's."""
 
-    url: str
+    url: Annotated[str, msgspec.Meta(max_length=MAX_SHOWN)]
     body: dict[str, Any]
     custom_id: str | None = None
     priority: int = 0
@@ -34,15 +37,20 @@ class SentJob:
     refusal: Refusal | None  # with one, the row is stored as failed
 
 
-def read_sent_job(job_id: str, kwargs: object, *, max_attempts: int, max_bytes: int) -> SentJob:
-    """Never raises: what is wrong is in the refusal."""
+def read_sent_job(
+    job_id: str, kwargs: object, *, max_attempts: int, max_bytes: int, served: Collection[str]
+) -> SentJob:
+    """Never raises: what is wrong is in the refusal. `served` are the deployment's models."""
     try:
         sent = msgspec.convert(_strict(kwargs, max_bytes), _Job)
         model = sent.body.get("model")
+        if not isinstance(model, str) or model not in served:
+            shown = repr(model)[:MAX_SHOWN]
+            raise ValueError(f"model {shown} is not served here; served: {', '.join(served)}")
         new_job = NewJob(
             id=job_id,
             url=sent.url,
-            model=model if isinstance(model, str) else "",
+            model=model,
             body=sent.body,
             custom_id=sent.custom_id,
             priority=sent.priority,
@@ -80,4 +88,5 @@ def _what_can_stand(job_id: str, kwargs: object) -> NewJob:
 
 
 def _text(value: object) -> str:
-    return value[:128] if isinstance(value, str) and storable(value[:128]) else ""
+    text = value[:MAX_SHOWN] if isinstance(value, str) else ""
+    return text if storable(text) else ""

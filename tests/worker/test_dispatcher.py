@@ -23,6 +23,7 @@ from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Refused, S
 from worker.sent_job import read_sent_job
 
 E = TypeVar("E")
+SERVED = ("tiny", "other")
 NOW = 1_790_000_000.0  # the database's clock
 
 
@@ -457,7 +458,7 @@ def test_a_second_message_of_a_job_in_hand_is_dropped_even_if_read_back_as_ours(
 
 def test_a_whole_job_is_inserted_and_claimed_together(world):
     sent = {"url": "/v1/completions", "body": {"model": "tiny", "prompt": "hi"}, "custom_id": "c"}
-    read = read_sent_job("job_1", sent, max_attempts=5, max_bytes=1000)
+    read = read_sent_job("job_1", sent, max_attempts=5, max_bytes=1000, served=SERVED)
     world.dispatcher.receive_job(world.deliver(), read)
     claim = world.take(Claim)
     assert claim.job_id == "job_1"
@@ -466,7 +467,7 @@ def test_a_whole_job_is_inserted_and_claimed_together(world):
 
 def test_a_whole_job_for_another_model_is_only_stored(world):
     sent = {"url": "/v1/completions", "body": {"model": "other", "prompt": "hi"}}
-    read = read_sent_job("job_1", sent, max_attempts=5, max_bytes=1000)
+    read = read_sent_job("job_1", sent, max_attempts=5, max_bytes=1000, served=SERVED)
     world.dispatcher.receive_job(world.deliver(), read)
     insert = world.take(Insert)
     assert insert.new_job.model == "other"
@@ -475,7 +476,7 @@ def test_a_whole_job_for_another_model_is_only_stored(world):
 
 
 def test_a_whole_job_that_is_not_one_becomes_a_failed_row(world):
-    read = read_sent_job("job_1", {"url": 5}, max_attempts=5, max_bytes=1000)
+    read = read_sent_job("job_1", {"url": 5}, max_attempts=5, max_bytes=1000, served=SERVED)
     world.dispatcher.receive_job(world.deliver(), read)
     claim = world.take(Claim)
     claim.answer(job(body=claim.new_job.body), NOW)

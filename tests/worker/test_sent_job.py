@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jobs.lifecycle import ErrorCode
 from worker.sent_job import SentJob, read_sent_job
 
+SERVED = ("m", "other")
 BODY = {"model": "m", "prompt": "hi"}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -17,7 +18,9 @@ ANYTHING = st.recursive(
 
 
 def read(kwargs: object, max_bytes: int = 10_000) -> SentJob:
-    return read_sent_job("job_1", kwargs, max_attempts=5, max_bytes=max_bytes)
+    return read_sent_job(
+        "job_1", kwargs, max_attempts=5, max_bytes=max_bytes, served=("m", "other")
+    )
 
 
 def test_a_job_has_the_fields_of_one_sent_over_http():
@@ -66,6 +69,11 @@ def test_what_is_left_out_is_the_deployments_default():
         ({"body": BODY | {"prompt": "\ud800"}}, "prompt"),
         ({"body": BODY | {"prompt": "\0"}}, "prompt"),
         ({"body": BODY | {"prompt": "x" * 10_000}}, "10000 bytes"),
+        ({"body": {"prompt": "hi"}}, "model None"),
+        ({"body": BODY | {"model": "nope"}}, "model 'nope' is not served here; served: m, other"),
+        ({"body": BODY | {"model": "x" * 5000}}, "is not served here"),
+        ({"body": BODY | {"model": ["m"]}}, "is not served here"),
+        ({"url": "/" * 5000}, "url"),
     ],
 )
 def test_a_fault_is_named_in_the_refusal_of_a_row_that_can_be_stored(fields, said):

@@ -1,13 +1,15 @@
 """A worker as Celery and SQL see it: `celery -A worker.app worker`, Valkey, and both databases."""
 
+import contextlib
 import uuid
 from pathlib import Path
 
 import pytest
 from celery import Celery
 
-from jobs.celery_app import GENERATE_TASK, RUN_TASK, queue_for
+from jobs.celery_app import DEFAULT_QUEUE, GENERATE_TASK, RUN_TASK, queue_for
 from jobs.lifecycle import JobState
+from jobs.redis_client import connect
 from tests.worker.deployment import MODEL, Deployment, completion
 
 
@@ -98,6 +100,33 @@ def test_a_celery_client_can_send_a_whole_job(service):
     assert row.state == JobState.SUCCEEDED, row.error
     assert row.output["usage"]["completion_tokens"] == 20
     assert row.model == MODEL
+
+
+JUNK = (
+    b"raw junk", b"\xff\xfe\x00bin", b"[]", b"[1, 2]", b"null", b"1", b'"s"', b"{}",
+    b'{"body": "!", "properties": {"body_encoding": "base64", "delivery_tag": "t"}}',
+    b'{"body": "e30=", "properties": {}, "headers": null}',
+)  # fmt: skip
+
+
+def test_junk_in_the_queues_is_passed_over_and_no_job_is_affected(service, worker):
+    engine = service.engine_pid(worker)
+    ids = service.submit(*(completion(30) for _ in range(8)))
+    with contextlib.closing(connect(service.redis_url)) as redis:
+        for queue in (DEFAULT_QUEUE, queue_for(MODEL)):
+            redis.lpush(f"{service.settings.key_prefix}{queue}", *JUNK)
+    more = [generate(service) for _ in range(8)]
+    for row in service.ended(*ids, *more):
+        assert row.state == JobState.SUCCEEDED, row.error
+    assert worker.process.poll() is None
+    assert service.engine_pid(worker) == engine
+
+
+@pytest.mark.parametrize("limit", ["x", [1], {}, True, -1, 0])
+def test_a_time_limit_that_is_no_number_of_seconds_limits_nothing(service, worker, limit):
+    [row] = service.ended(generate(service, time_limit=limit, soft_time_limit=limit))
+    assert row.state == JobState.SUCCEEDED, row.error
+    assert worker.process.poll() is None
 
 
 def test_the_same_message_twice_is_one_job(service):
