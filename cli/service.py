@@ -61,9 +61,6 @@ class Service:
         cancelled: threading.Event,
     ) -> None:
         self._environ = dict(environ)
-        # the engine shares this machine's cores with the other processes: OpenMP's threads, left to
-        # spin while they wait for each other, slow a step several times when a core is taken
-        self._environ.setdefault("OMP_WAIT_POLICY", "passive")
         self._cancelled = cancelled
         self._log_folder = log_folder
         self._report = report
