@@ -81,7 +81,9 @@ class LLMEngine:
         if tokenizer is None:
             tokenizer = Tokenizer.load(resolve_folder(config.model))
         self.tokenizer = tokenizer
-        self._runner: Runner = ModelRunner(config) if runner is None else runner
+        if runner is None:
+            runner = ModelRunner(config, eos_token_ids=tokenizer.eos_token_ids)
+        self._runner: Runner = runner
         self.max_model_len = self._runner.max_model_len
         self.vocab_size = self._runner.vocab_size
         self._scheduler = Scheduler(
@@ -90,7 +92,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            eos_token_ids=self._runner.eos_token_ids | self.tokenizer.eos_token_ids,
+            eos_token_ids=runner.eos_token_ids | tokenizer.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             model_id=self._runner.model_id,
         )

@@ -41,7 +41,12 @@ class StepBatch:
 class ModelRunner:
     """A model on one device. Raises CheckpointError or ValueError when it cannot be set up."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),  # the tokenizer's, beside the checkpoint's
+    ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.device = _device(config.device)
@@ -52,7 +57,7 @@ class ModelRunner:
             self._model = Decoder(
                 checkpoint, settings, dtype=dtype, device=self.device, kernels=self._kernels
             )
-            self.eos_token_ids = checkpoint.eos_token_ids
+            self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
             # a cache filled in another type holds other numbers
             self.model_id = checkpoint.fingerprint + str(dtype).encode()
         self.vocab_size = settings.vocab_size

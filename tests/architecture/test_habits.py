@@ -11,7 +11,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # these are longer than they should be; they may shrink, and then leave this list
 LONGER_FILES = {
-    "engine/llm_engine.py": 473,
+    "engine/llm_engine.py": 407,
     "jobs/claims.py": 450,
 }
 SOURCE_FOLDERS = ("engine", "jobs", "worker", "api", "cli", "bench")

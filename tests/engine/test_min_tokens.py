@@ -1,5 +1,8 @@
 """Before `min_tokens`, what would end a generation is not drawn at all."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -56,3 +59,21 @@ def test_it_is_what_hugging_face_does(engine, tiny_llama_dir):
     )[0, len(PROMPT) :].tolist()
     held = generated(engine, stop_token_ids=tuple(stops), min_tokens=MIN_TOKENS)
     assert held == expected
+
+
+def test_the_end_token_of_the_tokenizer_alone_waits_too(tiny_llama_dir, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, folder)
+    plain = LLMEngine(EngineConfig(model=str(folder), num_blocks=64, num_threads=1))
+    wanted = generated(plain, ignore_eos=True)[0]
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        config = json.loads(path.read_text()) | {"eos_token_id": 0}
+        path.write_text(json.dumps(config))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"eos_token": plain.tokenizer.token(wanted)}
+    path.write_text(json.dumps(config))
+    engine = LLMEngine(EngineConfig(model=str(folder), num_blocks=64, num_threads=1))
+    assert wanted in engine.tokenizer.eos_token_ids
+    assert generated(engine) == [wanted]
+    assert wanted not in generated(engine, min_tokens=MIN_TOKENS)[:MIN_TOKENS]
