@@ -202,7 +202,8 @@ class Deployment:
 
 
 def completion(max_tokens: int = 20, prompt: str = "once upon a time", **values) -> NewJob:
-    """A job of exactly so many tokens."""
+    """A job of exactly so many tokens; a field of `body` that is None is left out."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
     body |= values.pop("body", {})
+    body = {name: value for name, value in body.items() if value is not None}
     return NewJob(**{"url": "/v1/completions", "model": MODEL, "body": body} | values)
