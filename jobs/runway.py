@@ -89,7 +89,7 @@ class Runway:
                 limit=room,
                 now=now,
                 older_than_s=self._settings.republish_s,
-                nearly_empty=length <= self._settings.runway // 8,
+                num_messages=length if length <= self._settings.runway // 8 else None,
             )
             if ids:
                 logger.warning("model %s had messages lost: republished=%d", model, len(ids))

@@ -122,7 +122,7 @@ class Settings:
         0.5, "Pause between two rounds of the sweeper.", unit="seconds", low=0.05, high=60
     )
     republish_s: float = _setting(
-        5.0, "A published job still queued after this long, while its queue is nearly empty, is "
+        5.0, "A published job still queued after this long, while fewer messages wait, is "
         "published again.", unit="seconds", low=0.5, high=3600,
     )  # fmt: skip
     drain_grace_s: float = _setting(

@@ -6,7 +6,17 @@ sweeper has locked are passed over (PostgreSQL); on SQLite writers take turns.
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, Select, delete, exists, func, literal, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    delete,
+    exists,
+    func,
+    literal,
+    select,
+    update,
+)
 
 from jobs.claims import ending
 from jobs.lifecycle import ErrorCode, JobState, error_object
@@ -83,18 +93,26 @@ def republish(
     limit: int,
     now: float,
     older_than_s: float,
-    nearly_empty: bool,
+    num_messages: int | None,
 ) -> list[str]:
     """Published jobs whose message must have been lost, best first, marked as published anew.
 
     Messages leave the runway in the order they came: one is lost if another that came
-    `older_than_s` later has been claimed, or if the runway is nearly empty so long after.
+    `older_than_s` later has been claimed. Of a runway that is nearly empty `num_messages` says
+    how many are left: there each published job beyond these has lost its message.
     """
-    claimed = select(func.max(jobs.c.published_at)).where(RUNNING, jobs.c.model == model)
-    reached = literal(now) if nearly_empty else claimed.scalar_subquery()
-    lost = select(jobs.c.id).where(
-        jobs.c.model == model, QUEUED, jobs.c.published_at <= reached - older_than_s
+    published = select(jobs.c.id).where(
+        jobs.c.model == model, QUEUED, jobs.c.published_at.is_not(None)
     )
+    claimed = select(func.max(jobs.c.published_at)).where(RUNNING, jobs.c.model == model)
+    reached: ColumnElement[float] = claimed.scalar_subquery()
+    if num_messages is not None:
+        reached = literal(now)
+        num_published = connection.scalar(select(func.count()).select_from(published.subquery()))
+        limit = min(limit, (num_published or 0) - num_messages)
+    if limit <= 0:
+        return []
+    lost = published.where(jobs.c.published_at <= reached - older_than_s)
     return _publish(connection, lost, limit=limit, now=now)
 
 

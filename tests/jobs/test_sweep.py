@@ -16,10 +16,10 @@ def publishable(bench, limit=100, model=MODEL):
     return bench.call(sweep.publishable, model, limit=limit, now=bench.now)
 
 
-def republish(bench, *, nearly_empty, limit=100):
+def republish(bench, *, num_messages=None, limit=100):
     return bench.call(
         sweep.republish, MODEL, limit=limit, now=bench.now, older_than_s=5,
-        nearly_empty=nearly_empty,
+        num_messages=num_messages,
     )  # fmt: skip
 
 
@@ -88,11 +88,20 @@ def test_a_lost_message_is_sent_again_once_the_runway_is_nearly_empty(bench):
     first, second = bench.submit(new_job(), new_job())
     publishable(bench)
     bench.now += 4.9
-    assert republish(bench, nearly_empty=True) == []
+    assert republish(bench, num_messages=0) == []
     bench.now += 0.1
-    assert republish(bench, nearly_empty=False) == []
-    assert republish(bench, nearly_empty=True) == [first.id, second.id]
-    assert republish(bench, nearly_empty=True) == []
+    assert republish(bench) == []
+    assert republish(bench, num_messages=0) == [first.id, second.id]
+    assert republish(bench, num_messages=0) == []
+
+
+def test_messages_that_wait_for_a_worker_are_not_lost(bench):
+    first, *_ = bench.submit(*(new_job() for _ in range(3)))
+    publishable(bench)
+    bench.now += 60
+    assert republish(bench, num_messages=3) == []
+    assert republish(bench, num_messages=4) == []
+    assert republish(bench, num_messages=2) == [first.id]
 
 
 def test_behind_a_deep_backlog_a_message_overtaken_by_later_ones_is_lost(bench):
@@ -101,9 +110,9 @@ def test_behind_a_deep_backlog_a_message_overtaken_by_later_ones_is_lost(bench):
     bench.now += 6
     overtaker, waiting = bench.submit(new_job(), new_job())
     publishable(bench)
-    assert republish(bench, nearly_empty=False) == []
+    assert republish(bench) == []
     bench.claim(overtaker.id)
-    assert republish(bench, nearly_empty=False) == [lost.id]
+    assert republish(bench) == [lost.id]
     assert bench.get(waiting.id).published_at == bench.now
 
 
@@ -114,7 +123,7 @@ def test_a_job_that_came_whole_in_a_message_overtakes_nobody(bench):
     whole = new_job()
     bench.call(claims.insert_new, [whole], now=bench.now)
     assert len(bench.claim(whole.id)) == 1
-    assert republish(bench, nearly_empty=False) == []
+    assert republish(bench) == []
 
 
 def test_many_sweepers_at_once_do_each_thing_once(bench):

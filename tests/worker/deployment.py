@@ -129,6 +129,20 @@ class Deployment:
             live = store.live_workers(connection, self.database.clock(connection))
         return next((row for row in live if row.pid == worker.pid), None)
 
+    def next_beat(self, worker: Worker) -> WorkerRecord:
+        """Its row as of a beat after this call: what it says is not older than the call."""
+        last = self.row_of(worker)
+        assert last is not None
+        row = last
+
+        def beaten() -> bool:
+            nonlocal row
+            row = self.row_of(worker) or last
+            return row.lease_until > last.lease_until
+
+        self.wait_for(beaten, worker)
+        return row
+
     def engine_pid(self, worker: Worker) -> int:
         """Of the process that has its model loaded, as the worker says at its beats."""
         self.wait_for(lambda: self._engine_of(worker) is not None, worker)
