@@ -78,12 +78,9 @@ class Door:
                 param="model",
                 code="model_not_found",
             )
-        if generation.messages is not None:
-            prompt_ids = model.tokenizer.encode_chat(generation.messages)
-        elif isinstance(generation.prompt, str):
-            prompt_ids = model.tokenizer.encode(generation.prompt)
-        else:
-            prompt_ids = list(generation.prompt or ())
+        prompt_ids = model.tokenizer.encode_input(
+            prompt=generation.prompt, messages=generation.messages
+        )
         # at least 1, so that a prompt without room for output is refused for its own length
         room = max(1, model.max_model_len - len(prompt_ids))
         max_tokens = room if generation.max_tokens is None else generation.max_tokens

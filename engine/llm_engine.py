@@ -126,7 +126,7 @@ class LLMEngine:
         then nothing has changed.
         """
         now = self._clock()
-        prompt_ids = self._encode(prompt, messages)
+        prompt_ids = self.tokenizer.encode_input(prompt=prompt, messages=messages)
         check_prompt(
             prompt_ids, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len
         )
@@ -249,18 +249,6 @@ class LLMEngine:
                 s.sequence.finish_reason is None or s.sequence in self._ended_early
                 for s in request.samples
             ), f"{request.request_id} has ended untold"
-
-    def _encode(
-        self, prompt: str | abc.Sequence[int] | None, messages: list[dict[str, Any]] | None
-    ) -> list[int]:
-        if (prompt is None) == (messages is None):
-            raise ParameterError("prompt", "give either a prompt or messages")
-        if messages is not None:
-            return self.tokenizer.encode_chat(messages)
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        assert prompt is not None
-        return list(prompt)
 
     def _check_generated(self, generated: abc.Sequence[abc.Sequence[int]]) -> None:
         for token_ids in generated:

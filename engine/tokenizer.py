@@ -114,6 +114,25 @@ class Tokenizer:
         """Whether a token's string spells bytes in the GPT-2 alphabet."""
         return type(self._rust.decoder).__name__ == "ByteLevel"
 
+    def encode_input(
+        self,
+        *,
+        prompt: str | Sequence[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Ids of a generation's input in whichever form it came.
+
+        Raises ParameterError unless exactly one is given, and as `encode_chat` does. No text and no
+        ids give no ids, though a model may put a token in front of nothing: a caller refuses that.
+        """
+        if (prompt is None) == (messages is None):
+            raise ParameterError("prompt", "give either a prompt or messages")
+        if messages is not None:
+            return self.encode_chat(messages)
+        if isinstance(prompt, str):
+            return self.encode(prompt) if prompt else []
+        return list(prompt or ())
+
     def encode(self, text: str) -> list[int]:
         """Ids of a completion prompt, with the special ids the model's tokenizer puts around it.
 

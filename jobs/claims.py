@@ -1,4 +1,4 @@
-"""What workers do with jobs: claim, finish, hand back, beat. Each write names the fence it holds.
+"""What workers do with jobs: claim, beat, hand back. Each write names the fence it holds.
 
 Every function takes an open connection and `now`, seconds by the database's clock, and acts on up
 to a few hundred jobs in one statement. What a statement does not return was no longer the caller's.
@@ -16,14 +16,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
 from jobs.database import transient
-from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
+from jobs.lifecycle import NEXT, ErrorCode, JobState, error_object
 from jobs.models import QUEUED, RUNNING, jobs, workers
-from jobs.records import NewJob, WorkerInfo, storable
+from jobs.records import NewJob, WorkerInfo
 from jobs.rows import Given, decode, encode, given, picked
 
 logger = logging.getLogger(__name__)
 
 Checkpoint = list[list[int]]  # generated token ids of each sample
+
+
+def num_tokens(checkpoint: Checkpoint) -> int:
+    return sum(map(len, checkpoint))
 
 
 class UnknownWorker(Exception):
@@ -63,29 +67,6 @@ class Held:
 
     id: str
     fence: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobResult:
-    """How a held job ended. Times are by the database's clock; None keeps what the row has."""
-
-    id: str
-    fence: int
-    state: JobState  # succeeded, failed, expired
-    output: Mapping[str, Any] | None = None
-    error: Mapping[str, Any] | None = None
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    wasted_tokens: int = 0  # added to what earlier attempts wasted
-    started_at: float | None = None
-    first_token_at: float | None = None
-    finished_at: float | None = None
-
-    def __post_init__(self) -> None:
-        assert self.state in TERMINAL & NEXT[JobState.RUNNING], self.state
-        assert (self.state == JobState.SUCCEEDED) == (self.error is None), self.id
 
 
 def register_worker(
@@ -173,49 +154,9 @@ def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float
             for job in new_jobs:
                 insert_new(connection, [job], now=now)
         else:
-            logger.error("job %s refused by the database: error=%s", new_jobs[0].id, _named(error))
-
-
-def finish(connection: Connection, results: Sequence[JobResult], *, now: float) -> set[str]:
-    """Write results of jobs still held; the ids accepted, the rest were fenced out.
-
-    A result the database refuses does not sink the others: its job fails as `unstorable`.
-    """
-    # the first of two for one claim counts; an old and a new claim of one job may both be here
-    results = list({(each.id, each.fence): each for each in reversed(results)}.values())
-    if not results:
-        return set()
-    try:
-        with connection.begin_nested():
-            return _finish(connection, results, now)
-    except (DBAPIError, ValueError) as error:
-        if transient(error):
-            raise
-        if len(results) > 1:
-            return set().union(*(finish(connection, [result], now=now) for result in results))
-        refused = _named(error)
-    result = results[0]
-    logger.error("job %s has a result the database refuses: error=%s", result.id, refused)
-    failure = JobResult(
-        id=result.id,
-        fence=result.fence,
-        state=JobState.FAILED,
-        error=error_object(ErrorCode.UNSTORABLE, f"the result could not be stored ({refused})"),
-        wasted_tokens=result.wasted_tokens + result.completion_tokens,
-    )
-    with connection.begin_nested():
-        return _finish(connection, [failure], now)
-
-
-def ended_under(connection: Connection, held: Sequence[Held]) -> set[str]:
-    """Those that ended under this very fence: what `finish` returned, if its commit was in."""
-    rows = _held(connection, held)
-    query = select(jobs.c.id).where(
-        jobs.c.id == rows["id"],
-        jobs.c.fence == rows["fence"],
-        jobs.c.state.in_([str(state) for state in TERMINAL]),
-    )
-    return set(connection.scalars(query, rows.parameters)) if held else set()
+            logger.error(
+                "job %s refused by the database: error=%s", new_jobs[0].id, error_kind(error)
+            )
 
 
 def release(
@@ -239,7 +180,7 @@ def release(
     if not held:
         return {}
     _save(connection, held, checkpoints or {}, now=now)
-    rows = _held(connection, held)
+    rows = held_rows(connection, held)
     values: dict[str, Any] = {
         "fence": jobs.c.fence + 1,
         "worker_id": None,
@@ -295,7 +236,7 @@ def beat(
     if not held:
         return set()
     _save(connection, held, checkpoints, now=now)
-    rows = _held(connection, held)
+    rows = held_rows(connection, held)
     ours = connection.scalars(
         select(jobs.c.id).where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING),
         rows.parameters,
@@ -304,7 +245,10 @@ def beat(
 
 
 def account_wasted(connection: Connection, tokens: Sequence[tuple[str, int]]) -> None:
-    """Add tokens that were generated for nothing: the job was cancelled, or went to another."""
+    """Add tokens that were generated for nothing: the job was cancelled, or went to another.
+
+    Not those of its checkpoint: they go to the next attempt, or `models.LOST` counts them.
+    """
     totals: dict[str, int] = {}
     for job_id, num_tokens in tokens:
         totals[job_id] = totals.get(job_id, 0) + num_tokens
@@ -332,24 +276,9 @@ def ending(*endings: tuple[Any, ErrorCode, str], now: float) -> dict[str, Any]:
         "error": case(*errors, else_=null()),
         "finished_at": case((fails, now), else_=null()),
         "checkpoint": case((fails, null()), else_=jobs.c.checkpoint),
+        "checkpoint_tokens": case((fails, 0), else_=jobs.c.checkpoint_tokens),
+        "wasted_tokens": jobs.c.wasted_tokens + case((fails, jobs.c.checkpoint_tokens), else_=0),
     }
-
-
-_RESULT: dict[str, type] = {
-    "id": str,
-    "fence": int,
-    "state": str,
-    "output": str,
-    "error": str,
-    "finish_reason": str,
-    "prompt_tokens": int,
-    "cached_tokens": int,
-    "completion_tokens": int,
-    "wasted_tokens": int,
-    "started_at": float,
-    "first_token_at": float,
-    "finished_at": float,
-}
 
 
 def _claimed(row: Row[Any]) -> ClaimedJob:
@@ -365,13 +294,19 @@ def _save(
     now: float,
 ) -> None:
     saved = [
-        (each.id, each.fence, encode(checkpoints[each.id]))
+        (
+            each.id,
+            each.fence,
+            encode(checkpoints[each.id]),
+            num_tokens(checkpoints[each.id]),
+        )
         for each in held
         if each.id in checkpoints
     ]
     if not saved:
         return
-    rows = given(connection, {"id": str, "fence": int, "checkpoint": str}, saved)
+    columns = {"id": str, "fence": int, "checkpoint": str, "checkpoint_tokens": int}
+    rows = given(connection, columns, saved)
     ours = (jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
     # SKIP LOCKED: a job being finished just now needs no checkpoint, and a beat that waited for the
     # ledger's rows while the ledger waits for the beat's would be a deadlock
@@ -381,55 +316,14 @@ def _save(
         .where(jobs.c.id.in_(picked(free)), *ours)
         .values(
             checkpoint=rows["checkpoint"],
+            checkpoint_tokens=rows["checkpoint_tokens"],
             first_token_at=func.coalesce(jobs.c.first_token_at, now),
         ),
         rows.parameters,
     )
 
 
-def _finish(connection: Connection, results: Sequence[JobResult], now: float) -> set[str]:
-    rows = given(connection, _RESULT, [_values(result) for result in results])
-    first = rows["first_token_at"]
-    accepted = connection.scalars(
-        update(jobs)
-        .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
-        .values(
-            {
-                **{name: rows[name] for name in ("state", "output", "error", "finish_reason")},
-                "prompt_tokens": case(
-                    (rows["prompt_tokens"] > 0, rows["prompt_tokens"]), else_=jobs.c.prompt_tokens
-                ),
-                "cached_tokens": rows["cached_tokens"],
-                "completion_tokens": rows["completion_tokens"],
-                "wasted_tokens": jobs.c.wasted_tokens + rows["wasted_tokens"],
-                "started_at": func.coalesce(rows["started_at"], jobs.c.started_at),
-                # a beat's stamp is late by up to a beat; an earlier attempt's is the true first
-                "first_token_at": case(
-                    (jobs.c.first_token_at <= first, jobs.c.first_token_at),
-                    else_=func.coalesce(first, jobs.c.first_token_at),
-                ),
-                "finished_at": func.coalesce(rows["finished_at"], now),
-                "checkpoint": None,
-            }
-        )
-        .returning(jobs.c.id),
-        rows.parameters,
-    )
-    return set(accepted)
-
-
-def _values(result: JobResult) -> tuple[Any, ...]:
-    values = {name: getattr(result, name) for name in _RESULT}
-    for name in ("output", "error"):
-        values[name] = None if values[name] is None else encode(values[name])
-    values["state"] = str(result.state)
-    if result.finish_reason is not None and not storable(result.finish_reason):
-        # a plain text column: PostgreSQL refuses it, SQLite would keep what is before it
-        raise ValueError("finish_reason holds U+0000 or a lone surrogate")
-    return tuple(values.values())
-
-
-def _held(connection: Connection, held: Sequence[Held]) -> Given:
+def held_rows(connection: Connection, held: Sequence[Held]) -> Given:
     return given(connection, {"id": str, "fence": int}, [(each.id, each.fence) for each in held])
 
 
@@ -438,6 +332,6 @@ def _insert(connection: Connection, table: Table) -> Any:
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
-def _named(error: Exception) -> str:
+def error_kind(error: Exception) -> str:
     """The kind of an error, without the values it quotes: those may be a prompt or an output."""
     return type(error.orig if isinstance(error, DBAPIError) and error.orig else error).__name__

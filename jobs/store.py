@@ -23,7 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs.lifecycle import NEXT, TERMINAL, JobState
-from jobs.models import idempotency_keys, jobs, workers
+from jobs.models import LOST, idempotency_keys, jobs, workers
 from jobs.records import (
     RECORD_COLUMNS,
     JobRecord,
@@ -149,7 +149,7 @@ def cancel(connection: Connection, job_id: str, *, now: float) -> JobRecord | No
     row = connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, jobs.c.state.in_(_before(JobState.CANCELLED)))
-        .values(state=JobState.CANCELLED, fence=jobs.c.fence + 1, finished_at=now, checkpoint=None)
+        .values(state=JobState.CANCELLED, fence=jobs.c.fence + 1, finished_at=now, **LOST)
         .returning(*_RECORD)
     ).one_or_none()
     return get(connection, job_id) if row is None else JobRecord.of(row)

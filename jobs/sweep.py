@@ -20,7 +20,7 @@ from sqlalchemy import (
 
 from jobs.claims import ending
 from jobs.lifecycle import ErrorCode, JobState, error_object
-from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
+from jobs.models import LOST, QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
 from jobs.rows import encode, picked
 
 ROUND = 1000  # most rows one call touches: transactions stay short, the next call goes on
@@ -73,7 +73,7 @@ def expire(connection: Connection, now: float) -> list[str]:
                 finished_at=now,
                 finish_reason="deadline",
                 error=encode(error),
-                checkpoint=None,
+                **LOST,
             )
             .returning(jobs.c.id)
         )

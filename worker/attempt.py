@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from jobs.claims import Checkpoint, ClaimedJob, Held
+from jobs.claims import Checkpoint, ClaimedJob, Held, num_tokens
 from worker.admission import UNKNOWN_LOAD, Load
 from worker.delivery import Delivery
 from worker.generation import Prompt, Refusal
@@ -29,6 +29,7 @@ class Attempt:
     generated: Checkpoint = field(default_factory=list)  # ids of each sample, resumed ones too
     num_resumed: int = 0  # of these, made by earlier attempts
     num_seen: int = 0  # of these, by the last beat
+    num_stored: int = 0  # of these, in the row's checkpoint
     limit: str | None = None  # the time limit it ran into
 
     @property
@@ -42,7 +43,11 @@ class Attempt:
 
     @property
     def num_generated(self) -> int:
-        return sum(map(len, self.generated))
+        return num_tokens(self.generated)
+
+    @property
+    def num_unstored(self) -> int:
+        return self.num_generated - self.num_stored
 
     def resume(self, prompt: Prompt) -> None:
         """Take the prompt, and the tokens of an earlier attempt where they fit it."""
@@ -54,7 +59,7 @@ class Attempt:
             self.generated = [list(ids) for ids in checkpoint]
         else:
             self.generated = [[] for _ in range(prompt.params.n)]
-        self.num_resumed = self.num_generated
+        self.num_resumed = self.num_stored = self.num_generated
 
     @property
     def load(self) -> Load:

@@ -178,6 +178,7 @@ class Book:
             HandBack(
                 held=attempt.held,
                 checkpoint=attempt.generated,
+                unstored_tokens=attempt.num_unstored,
                 crashed=crashed,
                 answer=lambda: self.end(attempt.delivery, Ending.HANDED_BACK),
             )
@@ -191,7 +192,7 @@ class Book:
             self._waste(attempt)
 
     def _waste(self, attempt: Attempt) -> None:
-        if tokens := attempt.num_generated - attempt.num_resumed:
+        if tokens := attempt.num_unstored:
             self._post(Waste(job_id=attempt.job.id, tokens=tokens))
 
     def end(self, delivery: Delivery, ending: Ending, message: str = "") -> None:

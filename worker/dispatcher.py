@@ -10,11 +10,11 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from engine.tokenizer import Tokenizer
-from jobs.claims import ClaimedJob, Held
+from jobs.claims import ClaimedJob, num_tokens
 from jobs.lifecycle import ErrorCode, JobState
 from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase
@@ -288,13 +288,19 @@ class Dispatcher:
 
     # -- the lease, on its thread
 
-    def lose(self, lost: Iterable[Held]) -> None:
-        """These are ours no more: cancelled, or another attempt's."""
+    def beaten(self, holding: Holding, lost: Collection[str]) -> None:
+        """SQL's answer to a beat: `lost` are ours no more, the others' checkpoints are stored."""
         with self._lock:
-            for held in lost:
+            for held in holding.held:
                 attempt = self._book.attempts.get(f"{held.id}:{held.fence}")
+                if attempt is None:
+                    continue
+                if held.id not in lost:
+                    attempt.num_stored = max(
+                        attempt.num_stored, num_tokens(holding.checkpoints.get(held.id, []))
+                    )
                 # of one whose result is on its way, the fence decides
-                if attempt is not None and self._book.is_open(attempt):
+                elif self._book.is_open(attempt):
                     logger.info("job %s attempt %d dropped: not ours", held.id, attempt.job.attempt)
                     self._book.drop(attempt)
                     self._book.end(attempt.delivery, Ending.DROPPED)

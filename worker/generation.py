@@ -76,13 +76,7 @@ def _prepare(
     job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
 ) -> Prompt:
     generation = openai.parse(url, body)
-    if generation.messages is not None:
-        token_ids = tokenizer.encode_chat(generation.messages)
-    elif isinstance(generation.prompt, str):
-        # some models put a token in front of nothing: an empty prompt stays empty all the same
-        token_ids = tokenizer.encode(generation.prompt) if generation.prompt else []
-    else:
-        token_ids = list(generation.prompt or ())
+    token_ids = tokenizer.encode_input(prompt=generation.prompt, messages=generation.messages)
     max_tokens = generation.max_tokens
     if max_tokens is None:
         # at least 1, so that a chat without room for output is refused for its length

@@ -163,7 +163,7 @@ class LeaseKeeper:
             logger.warning("lease was gone: registered again")
             self._register()
             lost = {each.id for each in holding.held}
-        self._dispatcher.lose([each for each in holding.held if each.id in lost])
+        self._dispatcher.beaten(holding, lost)
 
     def _try(self, action: Callable[[], None]) -> bool:
         """False when the database is away, which is logged once."""

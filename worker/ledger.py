@@ -22,9 +22,10 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import claims, store
-from jobs.claims import Checkpoint, ClaimedJob, Held, JobResult
+from jobs import claims, finishing, store
+from jobs.claims import Checkpoint, ClaimedJob, Held
 from jobs.database import Database, transient
+from jobs.finishing import JobResult
 from jobs.lifecycle import TERMINAL, JobState, error_object
 from jobs.records import NewJob
 from worker.generation import Outcome
@@ -69,6 +70,7 @@ class HandBack:
 
     held: Held
     checkpoint: Checkpoint
+    unstored_tokens: int  # of these, not in the row's checkpoint yet
     crashed: bool  # the engine process died with it
     answer: Callable[[], None]
 
@@ -204,7 +206,7 @@ class Ledger:
         the window it arrived in has a row to cancel, and never runs.
         """
         written = _Written()
-        self._hand_back(connection, _of(HandBack, window), now, written)
+        self._hand_back(connection, _of(HandBack, window), now, doubtful, written)
         self._finish(connection, _of(Finish, window), now, doubtful, written)
         sent = [claim.new_job for claim in _of(Claim, window) if claim.new_job is not None]
         inserts = _of(Insert, window)
@@ -222,7 +224,12 @@ class Ledger:
         return written
 
     def _hand_back(
-        self, connection: Connection, entries: list[HandBack], now: float, written: _Written
+        self,
+        connection: Connection,
+        entries: list[HandBack],
+        now: float,
+        doubtful: bool,
+        written: _Written,
     ) -> None:
         for crashed in (False, True):
             batch = [entry for entry in entries if entry.crashed is crashed]
@@ -236,6 +243,11 @@ class Ledger:
             )
             written.ended += [job_id for job_id, state in states.items() if state in TERMINAL]
             written.answers += [entry.answer for entry in batch]
+            if not doubtful:  # one not released had been lost before, with its newest tokens
+                late = [entry for entry in batch if entry.held.id not in states]
+                claims.account_wasted(
+                    connection, [(entry.held.id, entry.unstored_tokens) for entry in late]
+                )
 
     def _finish(
         self,
@@ -246,12 +258,12 @@ class Ledger:
         written: _Written,
     ) -> None:
         elapsed = now - time.monotonic()  # from our monotonic clock to the database's
-        accepted = claims.finish(
+        accepted = finishing.finish(
             connection, [_result(entry, elapsed) for entry in entries], now=now
         )
         if doubtful:
             refused = [entry.held for entry in entries if entry.held.id not in accepted]
-            accepted |= claims.ended_under(connection, refused)
+            accepted |= finishing.ended_under(connection, refused)
         written.ended += sorted(accepted)
         for entry in entries:
             written.answers.append(_bind(entry.answer, entry.held.id in accepted))

@@ -15,10 +15,10 @@ import pytest
 
 from api.app import create_app
 from api.main import Server
-from jobs import claims
-from jobs.claims import JobResult
+from jobs import claims, finishing
 from jobs.database import Database
 from jobs.events import Channel, Publisher
+from jobs.finishing import JobResult
 from jobs.lifecycle import JobState
 from jobs.records import WorkerInfo
 from jobs.settings import ModelEntry, Settings
@@ -167,7 +167,7 @@ class Hands:
             }
             | values
         )
-        assert self.call(claims.finish, [result]) == {claimed.id}
+        assert self.call(finishing.finish, [result]) == {claimed.id}
         if announce:
             self.publisher.publish(Channel.ENDED, [claimed.id])
 

@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from jobs import claims, store
-from jobs.claims import Held, JobResult, UnknownWorker
+from jobs import claims, finishing, store
+from jobs.claims import Held, UnknownWorker
 from jobs.database import Database
+from jobs.finishing import JobResult
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from tests.jobs.conftest import NOW, Bench, held, new_job
 
@@ -84,7 +85,7 @@ def test_a_result_is_written_once_with_its_counts_and_times(bench):
         claimed, finish_reason="stop", prompt_tokens=31, cached_tokens=16, completion_tokens=5,
         wasted_tokens=2, first_token_at=NOW + 1.5,
     )  # fmt: skip
-    assert bench.call(claims.finish, [result], now=NOW + 3.5) == {record.id}
+    assert bench.call(finishing.finish, [result], now=NOW + 3.5) == {record.id}
     ended = bench.get(record.id)
     assert (ended.state, ended.output, ended.error) == (
         JobState.SUCCEEDED, {"text": "hi"}, None,
@@ -95,7 +96,7 @@ def test_a_result_is_written_once_with_its_counts_and_times(bench):
         "total_tokens": 36,
     }  # fmt: skip
     other = success(claimed, output={"text": "again"})
-    assert bench.call(claims.finish, [other], now=NOW + 9) == set()
+    assert bench.call(finishing.finish, [other], now=NOW + 9) == set()
     assert bench.get(record.id) == ended
 
 
@@ -106,11 +107,11 @@ def test_a_stale_fence_writes_nothing(bench):
     release(bench, stale)
     (fresh,) = bench.claim(record.id, worker_id="w2")
     assert fresh.fence > stale.fence
-    assert bench.call(claims.finish, [success(stale)], now=NOW) == set()
+    assert bench.call(finishing.finish, [success(stale)], now=NOW) == set()
     assert release(bench, stale) == {}
     assert beat(bench, [stale], {stale.id: [[1]]}) == {stale.id}
     assert bench.get(record.id).worker_id == "w2"
-    assert bench.call(claims.finish, [success(fresh)], now=NOW) == {record.id}
+    assert bench.call(finishing.finish, [success(fresh)], now=NOW) == {record.id}
 
 
 def test_results_of_an_old_and_a_new_claim_in_one_call_are_told_apart(bench):
@@ -121,7 +122,7 @@ def test_results_of_an_old_and_a_new_claim_in_one_call_are_told_apart(bench):
     (new,) = bench.claim(record.id)
     results = [success(job, output={"fence": job.fence}) for job in (old, new)]
     results.append(success(new, output={"fence": "twice"}))
-    assert bench.call(claims.finish, results, now=NOW) == {record.id}
+    assert bench.call(finishing.finish, results, now=NOW) == {record.id}
     assert bench.get(record.id).output == {"fence": new.fence}
 
 
@@ -131,7 +132,7 @@ def test_a_batch_of_claims_and_results_is_one_call(bench):
     claimed = bench.claim(*ids)
     assert len(claimed) == 600
     results = [success(job, output={"of": job.id}) for job in claimed]
-    assert bench.call(claims.finish, results, now=NOW) == set(ids)
+    assert bench.call(finishing.finish, results, now=NOW) == set(ids)
     assert bench.get(ids[321]).output == {"of": ids[321]}
 
 
@@ -141,7 +142,7 @@ def test_any_text_a_model_makes_comes_back_unchanged(bench, text):
     bench.register()
     (claimed,) = bench.claim(record.id)
     result = success(claimed, output={"text": text, text: [None, 1.5, True]})
-    assert bench.call(claims.finish, [result], now=NOW) == {record.id}
+    assert bench.call(finishing.finish, [result], now=NOW) == {record.id}
     assert bench.get(record.id).output == {"text": text, text: [None, 1.5, True]}
 
 
@@ -156,7 +157,7 @@ def test_one_bad_result_does_not_sink_its_batch(bench, caplog):
         success(claimed[third.id], finish_reason="se\0cret"),
     ]
     with caplog.at_level(logging.ERROR):
-        assert bench.call(claims.finish, results, now=NOW) == {first.id, second.id, third.id}
+        assert bench.call(finishing.finish, results, now=NOW) == {first.id, second.id, third.id}
     assert bench.get(first.id).state == JobState.SUCCEEDED
     for job_id, num_tokens in ((second.id, 7), (third.id, 0)):
         failed = bench.get(job_id)
@@ -215,7 +216,7 @@ def test_a_beat_extends_the_lease_and_tells_what_is_lost(bench):
     bench.register(lease_s=30)
     jobs = {job.id: job for job in bench.claim(kept.id, cancelled.id, ended.id)}
     bench.call(store.cancel, cancelled.id, now=NOW)
-    bench.call(claims.finish, [success(jobs[ended.id])], now=NOW)
+    bench.call(finishing.finish, [success(jobs[ended.id])], now=NOW)
     bench.now += 20
     checkpoints = {kept.id: [[1, 2]], cancelled.id: [[3]], "job_gone": [[4]]}
     lost = beat(bench, jobs.values(), checkpoints, stats={"num_running": 3})
@@ -248,7 +249,7 @@ def test_the_first_token_is_the_earliest_anyone_saw(bench):
         success(jobs[resumed.id], first_token_at=NOW + 9),  # of a second attempt
         success(jobs[silent.id]),
     ]
-    bench.call(claims.finish, results, now=NOW + 10)
+    bench.call(finishing.finish, results, now=NOW + 10)
     assert bench.get(on_time.id).first_token_at == NOW + 2
     assert bench.get(resumed.id).first_token_at == NOW + 5
     assert bench.get(silent.id).first_token_at is None
@@ -293,7 +294,7 @@ def test_a_beat_does_not_wait_for_a_result_being_written(postgres_url):
     bench.register()
     jobs = {job.id: job for job in bench.claim(first.id, second.id)}
     with bench.database.begin() as connection:
-        claims.finish(connection, [success(jobs[first.id])], now=NOW)
+        finishing.finish(connection, [success(jobs[first.id])], now=NOW)
         checkpoints = {first.id: [[1]], second.id: [[2]]}
         assert beat(bench, jobs.values(), checkpoints) == set()
     assert bench.get(first.id).state == JobState.SUCCEEDED
@@ -309,10 +310,10 @@ def test_a_commit_in_doubt_can_be_read_back(bench):
     both = [first.id, second.id]
     assert bench.call(claims.claimed_by, both, worker_id="w1") == [mine]
     assert bench.call(claims.claimed_by, [], worker_id="w1") == []
-    bench.call(claims.finish, [success(mine)], now=NOW)
+    bench.call(finishing.finish, [success(mine)], now=NOW)
     bench.call(store.cancel, second.id, now=NOW)
-    assert bench.call(claims.ended_under, [held(mine), held(theirs)]) == {first.id}
-    assert bench.call(claims.ended_under, [Held(first.id, mine.fence + 1)]) == set()
+    assert bench.call(finishing.ended_under, [held(mine), held(theirs)]) == {first.id}
+    assert bench.call(finishing.ended_under, [Held(first.id, mine.fence + 1)]) == set()
 
 
 def test_registering_again_opens_the_same_lease(bench):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs import claims
-from jobs.claims import JobResult
+from jobs import finishing
+from jobs.finishing import JobResult
 from jobs.forecast import Forecast, Run, _place, backlogs, forecast, measure
 from jobs.lifecycle import JobState
 from tests.jobs.conftest import MODEL, new_job
@@ -102,7 +102,7 @@ def end(bench, job, *, run_s: float, completion_tokens: int):
         finished_at=bench.now + run_s,
     )
     bench.now += run_s
-    assert bench.call(claims.finish, [result], now=bench.now) == {job.id}
+    assert bench.call(finishing.finish, [result], now=bench.now) == {job.id}
 
 
 def run_some(bench, number: int):

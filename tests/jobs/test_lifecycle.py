@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import migrations
-from jobs import claims, store, sweep
-from jobs.claims import Held, JobResult, UnknownWorker
+from jobs import claims, finishing, store, sweep
+from jobs.claims import Held, UnknownWorker
 from jobs.database import Database
+from jobs.finishing import JobResult
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.rows import given
 from tests.jobs.conftest import MODEL, NOW, Bench, new_job
@@ -69,7 +70,8 @@ class NaiveJob:
         self.history.append(state)
         if state != JobState.RUNNING:
             self.owner = None
-        if state in TERMINAL:
+        if state in TERMINAL:  # nobody goes on from it
+            self.wasted += sum(map(len, self.checkpoint or []))
             self.checkpoint = None
 
 
@@ -160,14 +162,17 @@ class Histories(RuleBasedStateMachine):
                 state=JobState.SUCCEEDED if good else JobState.FAILED,
                 output={"by": f"{worker} {fence}"} if good else None,
                 error=None if good else error_object(ErrorCode.ENGINE_ERROR, "broke"),
+                wasted_tokens=0 if good else 10,
             )
             for job_id, fence, worker in picked
         ]
         for result, (_, fence, worker) in zip(results, picked, strict=True):
-            accepted = self.bench.call(claims.finish, [result], now=self.bench.now)
+            accepted = self.bench.call(finishing.finish, [result], now=self.bench.now)
             assert (result.id in accepted) == self.holds(result.id, fence)
             if accepted:
                 job = self.jobs[result.id]
+                job.checkpoint = None  # its tokens are in the result, or in its waste
+                job.wasted += result.wasted_tokens
                 job.go(result.state)
                 job.output = f"{worker} {fence}" if good else None
 
@@ -258,6 +263,7 @@ class Histories(RuleBasedStateMachine):
             assert (row.state, row.fence, row.attempt, row.crash_count) == (
                 job.state, job.fence, job.attempt, job.crashes,
             )  # fmt: skip
+            assert row.wasted_tokens == job.wasted
             assert row.output == (None if job.output is None else {"by": job.output})
             assert (row.finished_at is not None) == (job.state in TERMINAL)
             assert (row.error is not None) == (job.state in (JobState.FAILED, JobState.EXPIRED))

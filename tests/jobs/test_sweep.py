@@ -6,7 +6,7 @@ import threading
 import pytest
 from sqlalchemy import text
 
-from jobs import claims, store, sweep
+from jobs import claims, finishing, store, sweep
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.sweep import Reaped
 from tests.jobs.conftest import MODEL, NOW, new_job
@@ -173,10 +173,10 @@ def full(bench):
     records = bench.submit(*(new_job(deadline_s=1e6) for _ in range(1500)))
     claimed = bench.claim(*(record.id for record in records[:900]))
     results = [
-        claims.JobResult(id=job.id, fence=job.fence, state=JobState.SUCCEEDED, output={})
+        finishing.JobResult(id=job.id, fence=job.fence, state=JobState.SUCCEEDED, output={})
         for job in claimed[20:]
     ]
-    bench.call(claims.finish, results, now=bench.now)
+    bench.call(finishing.finish, results, now=bench.now)
     if not bench.database.sqlite:
         with bench.database.begin() as connection:
             connection.execute(text("ANALYZE"))
@@ -225,12 +225,12 @@ def test_the_queries_that_run_all_day_use_their_index(full, name):
         assert "Sort" not in words.split("Index")[-1]
 
 
-@pytest.mark.parametrize("function", [claims.finish, claims.account_wasted])
+@pytest.mark.parametrize("function", [finishing.finish, claims.account_wasted])
 def test_writes_by_id_go_through_the_primary_key(full, function):
-    result = claims.JobResult(id="job_1", fence=1, state=JobState.SUCCEEDED, output={})
+    result = finishing.JobResult(id="job_1", fence=1, state=JobState.SUCCEEDED, output={})
     words = (
-        plan(full, claims.finish, [result], now=NOW)
-        if function is claims.finish
+        plan(full, finishing.finish, [result], now=NOW)
+        if function is finishing.finish
         else plan(full, claims.account_wasted, [("job_1", 1)])
     )
     assert "sqlite_autoindex_jobs_1" in words or "jobs_pkey" in words

@@ -16,6 +16,7 @@ from celery.exceptions import Ignore, Retry
 from engine.tokenizer import Tokenizer
 from jobs.claims import ClaimedJob, Held
 from jobs.lifecycle import ErrorCode, JobState
+from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.ledger import Cancel, Claim, Entry, Finish, HandBack, Insert, Waste
@@ -96,6 +97,10 @@ class World:
         self.receive(job_id, **limits or {})
         self.take(Claim).answer(job(job_id, **values), NOW)
         return self.take(Add)
+
+    def lose(self, job_id: str, fence: int) -> None:
+        holding = Holding(held=[Held(job_id, fence)], checkpoints={})
+        self.dispatcher.beaten(holding, {job_id})
 
     def step(self, *deltas: Delta, ended=(), refused=(), free_tokens=4096) -> None:
         self.dispatcher.engine_stepped(
@@ -248,7 +253,7 @@ def test_what_ends_badly_in_the_engine_says_why(world, finish_reason, error, sta
 def test_a_lost_job_is_aborted_and_shows_no_output_afterwards(world):
     add = world.run()
     world.step(Delta(add.key, 0, [7, 8]))
-    world.dispatcher.lose([Held("job_1", 1)])
+    world.lose("job_1", fence=1)
     assert world.take(Abort) == Abort(add.key)
     assert world.take(Waste) == Waste(job_id="job_1", tokens=2)
     world.step(Delta(add.key, 0, [9]), ended=[ended(add.key, "abort")])
@@ -259,14 +264,14 @@ def test_a_lost_job_is_aborted_and_shows_no_output_afterwards(world):
 
 def test_a_job_lost_under_an_older_fence_leaves_the_newer_attempt_alone(world):
     world.run(fence=2)
-    world.dispatcher.lose([Held("job_1", 1)])
+    world.lose("job_1", fence=1)
     assert not world.has(Abort)
 
 
 def test_a_result_on_its_way_is_not_lost_but_fenced(world):
     add = world.run()
     world.step(ended=[ended(add.key)])
-    world.dispatcher.lose([Held("job_1", 1)])
+    world.lose("job_1", fence=1)
     assert not world.has(Waste)
     world.take(Finish).answer(True)
 
@@ -368,8 +373,29 @@ def test_a_job_goes_on_from_its_checkpoint(world):
     add = world.run(checkpoint=[[7, 8, 9]])
     assert add.generated == [[7, 8, 9]]
     world.step(Delta(add.key, 0, [10]))
-    world.dispatcher.lose([Held("job_1", 1)])
-    assert world.take(Waste).tokens == 1  # the first three were another attempt's
+    world.lose("job_1", fence=1)
+    assert world.take(Waste).tokens == 1  # the row accounts for those of its checkpoint
+
+
+def test_tokens_in_a_stored_checkpoint_are_the_rows_to_account_for(world):
+    add = world.run()
+    world.step(Delta(add.key, 0, [7]))
+    world.dispatcher.holding()
+    world.step(Delta(add.key, 0, [8]))
+    unanswered = world.dispatcher.holding()
+    world.dispatcher.beaten(unanswered, set())
+    world.step(Delta(add.key, 0, [9]))
+    world.dispatcher.holding()  # the database was away: nobody knows whether this one is stored
+    world.lose("job_1", fence=1)
+    assert world.take(Waste).tokens == 1
+
+
+@pytest.mark.parametrize("num_stored", [0, 2])
+def test_a_hand_back_says_what_is_lost_if_it_comes_too_late(world, num_stored):
+    add = world.run(checkpoint=[[7, 8]] if num_stored else None)
+    world.step(Delta(add.key, 0, [9, 10, 11]))
+    world.dispatcher.hand_back_all()
+    assert world.take(HandBack).unstored_tokens == 3
 
 
 @pytest.mark.parametrize("checkpoint", [[[7], [8]], [[7] * 21], [[]]])
@@ -422,7 +448,7 @@ def test_a_deadline_travels_as_seconds_from_now(world):
 
 def test_an_unseeded_job_draws_the_same_noise_in_every_attempt(world):
     first = world.run("job_1")
-    world.dispatcher.lose([Held("job_1", 1)])
+    world.lose("job_1", fence=1)
     assert world.run("job_1", fence=2).params.seed == first.params.seed
     assert world.run("job_2").params.seed != first.params.seed
     assert world.run("job_3", body={"seed": 5}).params.seed == 5

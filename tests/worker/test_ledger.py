@@ -170,7 +170,11 @@ def test_a_handed_back_job_is_queued_again_with_its_tokens(bench):
     [job_id] = bench.submit()
     job = bench.claim(job_id)
     held = Held(job.id, job.fence)
-    bench.ask(lambda answer: HandBack(held=held, checkpoint=[[7]], crashed=False, answer=answer))
+    bench.ask(
+        lambda answer: HandBack(
+            held=held, checkpoint=[[7]], unstored_tokens=1, crashed=False, answer=answer
+        )
+    )
     row = bench.get(job_id)
     assert (row.state, row.attempt) == (JobState.QUEUED, 0)
     assert bench.claim(job_id).checkpoint == [[7]]
@@ -183,7 +187,7 @@ def test_a_job_the_engine_died_with_too_often_fails_and_is_announced(bench):
         job = bench.claim(job_id)
         held = Held(job.id, job.fence)
         bench.ask(lambda answer, held=held: HandBack(
-            held=held, checkpoint=[], crashed=True, answer=answer
+            held=held, checkpoint=[], unstored_tokens=0, crashed=True, answer=answer
         ))  # fmt: skip
     assert bench.get(job_id).error["code"] == "poisoned"
     assert bench.announced == [job_id]
@@ -213,6 +217,18 @@ def test_waste_is_added_up(bench):
         bench.ledger.post(Waste(job_id=job_id, tokens=tokens))
     assert bench.ledger.flush().wait(TIMEOUT_S)
     assert bench.get(job_id).wasted_tokens == 7
+
+
+def test_tokens_of_a_hand_back_that_comes_too_late_are_waste(bench):
+    [job_id] = bench.submit()
+    claimed = bench.claim(job_id)
+    held = Held(claimed.id, claimed.fence)
+    bench.ask(lambda answer: Cancel(job_id=job_id, answer=answer))
+    bench.ask(lambda answer: HandBack(
+        held=held, checkpoint=[[7, 8, 9]], unstored_tokens=2, crashed=True, answer=answer
+    ))  # fmt: skip
+    row = bench.get(job_id)
+    assert (row.state, row.wasted_tokens) == (JobState.CANCELLED, 2)
 
 
 def test_a_whole_job_that_comes_twice_is_one_row_and_one_claim(bench):

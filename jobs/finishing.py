@@ -1,0 +1,147 @@
+"""How a held job ends: its result is written once, by whoever names the fence it holds.
+
+Takes an open connection and `now`, seconds by the database's clock; up to a few hundred results in
+one statement. What a statement does not return was no longer the caller's.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, case, func, select, update
+from sqlalchemy.exc import DBAPIError
+
+from jobs.claims import Held, error_kind, held_rows
+from jobs.database import transient
+from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
+from jobs.models import RUNNING, jobs
+from jobs.records import storable
+from jobs.rows import encode, given
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """How a held job ended. Times are by the database's clock; None keeps what the row has."""
+
+    id: str
+    fence: int
+    state: JobState  # succeeded, failed, expired
+    output: Mapping[str, Any] | None = None
+    error: Mapping[str, Any] | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    wasted_tokens: int = 0  # with those of its checkpoint; added to what earlier attempts wasted
+    started_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.state in TERMINAL & NEXT[JobState.RUNNING], self.state
+        assert (self.state == JobState.SUCCEEDED) == (self.error is None), self.id
+
+
+def finish(connection: Connection, results: Sequence[JobResult], *, now: float) -> set[str]:
+    """Write results of jobs still held; the ids accepted, the rest were fenced out.
+
+    A result the database refuses does not sink the others: its job fails as `unstorable`.
+    """
+    # the first of two for one claim counts; an old and a new claim of one job may both be here
+    results = list({(each.id, each.fence): each for each in reversed(results)}.values())
+    if not results:
+        return set()
+    try:
+        with connection.begin_nested():
+            return _finish(connection, results, now)
+    except (DBAPIError, ValueError) as error:
+        if transient(error):
+            raise
+        if len(results) > 1:
+            return set().union(*(finish(connection, [result], now=now) for result in results))
+        refused = error_kind(error)
+    result = results[0]
+    logger.error("job %s has a result the database refuses: error=%s", result.id, refused)
+    failure = JobResult(
+        id=result.id,
+        fence=result.fence,
+        state=JobState.FAILED,
+        error=error_object(ErrorCode.UNSTORABLE, f"the result could not be stored ({refused})"),
+        wasted_tokens=result.wasted_tokens + result.completion_tokens,
+    )
+    with connection.begin_nested():
+        return _finish(connection, [failure], now)
+
+
+def ended_under(connection: Connection, held: Sequence[Held]) -> set[str]:
+    """Those that ended under this very fence: what `finish` returned, if its commit was in."""
+    rows = held_rows(connection, held)
+    query = select(jobs.c.id).where(
+        jobs.c.id == rows["id"],
+        jobs.c.fence == rows["fence"],
+        jobs.c.state.in_([str(state) for state in TERMINAL]),
+    )
+    return set(connection.scalars(query, rows.parameters)) if held else set()
+
+
+_RESULT: dict[str, type] = {
+    "id": str,
+    "fence": int,
+    "state": str,
+    "output": str,
+    "error": str,
+    "finish_reason": str,
+    "prompt_tokens": int,
+    "cached_tokens": int,
+    "completion_tokens": int,
+    "wasted_tokens": int,
+    "started_at": float,
+    "first_token_at": float,
+    "finished_at": float,
+}
+
+
+def _finish(connection: Connection, results: Sequence[JobResult], now: float) -> set[str]:
+    rows = given(connection, _RESULT, [_values(result) for result in results])
+    first = rows["first_token_at"]
+    accepted = connection.scalars(
+        update(jobs)
+        .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
+        .values(
+            {
+                **{name: rows[name] for name in ("state", "output", "error", "finish_reason")},
+                "prompt_tokens": case(
+                    (rows["prompt_tokens"] > 0, rows["prompt_tokens"]), else_=jobs.c.prompt_tokens
+                ),
+                "cached_tokens": rows["cached_tokens"],
+                "completion_tokens": rows["completion_tokens"],
+                "wasted_tokens": jobs.c.wasted_tokens + rows["wasted_tokens"],
+                "started_at": func.coalesce(rows["started_at"], jobs.c.started_at),
+                # a beat's stamp is late by up to a beat; an earlier attempt's is the true first
+                "first_token_at": case(
+                    (jobs.c.first_token_at <= first, jobs.c.first_token_at),
+                    else_=func.coalesce(first, jobs.c.first_token_at),
+                ),
+                "finished_at": func.coalesce(rows["finished_at"], now),
+                "checkpoint": None,
+                "checkpoint_tokens": 0,
+            }
+        )
+        .returning(jobs.c.id),
+        rows.parameters,
+    )
+    return set(accepted)
+
+
+def _values(result: JobResult) -> tuple[Any, ...]:
+    values = {name: getattr(result, name) for name in _RESULT}
+    for name in ("output", "error"):
+        values[name] = None if values[name] is None else encode(values[name])
+    values["state"] = str(result.state)
+    if result.finish_reason is not None and not storable(result.finish_reason):
+        # a plain text column: PostgreSQL refuses it, SQLite would keep what is before it
+        raise ValueError("finish_reason holds U+0000 or a lone surrogate")
+    return tuple(values.values())
