@@ -66,7 +66,7 @@ class Door:
             param = error.param
             if param == "prompt" and url == "/v1/chat/completions":
                 param = "messages"  # the prompt of a chat is made of them
-            raise BadRequest(str(error), param=param) from None
+            raise BadRequest(str(error), param=param, code=error.code) from None
 
     def _check(self, url: str, body: dict[str, Any]) -> Checked:
         generation = openai.parse(url, body)

@@ -1,6 +1,6 @@
 """Renders a model's own chat template, in a sandbox, as Hugging Face transformers renders it.
 
-Owns the Jinja environment and the bound on what a template may print. Knows nothing of token ids.
+Owns the bound on what a template may print. Knows nothing of token ids.
 A template is the operator's: it comes with the model, never with a request. The messages are the
 client's: whatever a template makes of them, an error is about them and names them.
 
@@ -8,18 +8,14 @@ client's: whatever a template makes of them, an error is about them and names th
     └── ChatTemplateError           the template cannot be compiled, or did what a sandbox forbids
 """
 
-import json
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.sampling_params import ParameterError
+from engine.template_sandbox import SANDBOX
 
 MAX_RENDERED_CHARS = 8 << 20  # a template's loops could print without end
 
@@ -51,7 +47,7 @@ class ChatTemplate:
         """
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._template = SANDBOX.from_string(source)
         except TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the model's chat template does not compile: line {error.lineno}: {error.message}"
@@ -65,6 +61,7 @@ class ChatTemplate:
         """
         parts: list[str] = []
         size = 0
+        SANDBOX.start_clock()
         try:
             for part in self._template.generate(
                 **self._special_tokens,
@@ -92,55 +89,3 @@ class ChatTemplate:
                 "messages", f"the model's chat template refuses these messages: {error}"
             ) from error
         return "".join(parts)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        # Jinja's own answer is an undefined value, which prints as nothing: an attack gone unseen
-        raise SecurityError(f"access to {attribute!r} of {type(obj).__name__}")
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only opens a scope."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -17,6 +17,8 @@ GREEDY_BELOW = 1e-4  # a temperature this small divides logits into overflow; it
 class ParameterError(ValueError):
     """A value outside its bounds; `param` is the field a client would have to change."""
 
+    code: str | None = None  # for a client's program, where `param` alone does not tell
+
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param

@@ -37,6 +37,17 @@ _FIRST_CODE = 0xF0001
 PROBED_CHARS_PER_TOKEN = 16
 
 
+class NoChatTemplateError(ParameterError):
+    """A chat for a model that was never taught the form of one; guessing it would be a lie."""
+
+    code = "no_chat_template"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "messages", "this model has no chat template; send a prompt to /v1/completions"
+        )
+
+
 class TokenizerError(ValueError):
     """A checkpoint folder's tokenizer files cannot be used; the message names the file."""
 
@@ -152,9 +163,7 @@ class Tokenizer:
         Raises ParameterError on `messages`.
         """
         if self._template is None:
-            raise ParameterError(
-                "messages", "this model has no chat template; send a prompt to /v1/completions"
-            )
+            raise NoChatTemplateError
         messages = _checked(messages)
         text = self._template.render(messages)
         masked_messages = self._masked(messages)

@@ -4,7 +4,11 @@ import json
 
 import pytest
 
+from api.door import Door, ServedModel
+from api.errors import BadRequest
+from engine.tokenizer import Tokenizer
 from tests.api.conftest import MODEL, chat, completion, error_of, serving
+from tests.engine.tokenizers_on_disk import byte_level, write
 from tests.tiny_llama import MAX_MODEL_LEN, VOCAB_SIZE
 
 HUGE = 10**400
@@ -221,3 +225,12 @@ def test_a_wait_is_0_to_60_seconds(door, wait):
     reply = door.get(f"/v1/jobs/job_x?wait={wait}")
     assert reply.status_code == 400
     assert error_of(reply)["param"] == "wait"
+
+
+def test_a_chat_for_a_model_without_a_template_is_a_400_with_its_code(tmp_path):
+    folder = write(tmp_path, byte_level(), template=None)
+    model = ServedModel(name="base", tokenizer=Tokenizer.load(folder), max_model_len=64, created=0)
+    body = {"model": "base", "messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(BadRequest) as refused:
+        Door({"base": model}).check("/v1/chat/completions", body)
+    assert (refused.value.param, refused.value.code) == ("messages", "no_chat_template")
