@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from api.errors import ApiError, BadRequest, BodyTooLarge, Overloaded
 
 READ_TIMEOUT_S = 30.0  # for a whole body; a slow sender must not hold memory for longer
-DRAIN_BYTES = 16 * 2**20  # most of a refused body that is read and thrown away
+DRAIN_BYTES = 64 * 2**20  # most of a refused body that is read and thrown away
 DRAIN_TIMEOUT_S = 2.0
 
 
