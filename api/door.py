@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from api.errors import BadRequest
-from engine.sampling_params import ParameterError, SamplingParams, check_prompt
+from engine.sampling_params import ParameterError, check_prompt, params_of
+from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
 from jobs import openai
+from jobs.openai_fields import BodyError
 from jobs.settings import Settings
 
 
@@ -60,7 +62,7 @@ class Door:
         """Raises BadRequest; `param` is a path inside the body ("temperature")."""
         try:
             return self._check(url, body)
-        except openai.BodyError as error:
+        except BodyError as error:
             raise BadRequest(str(error), param=error.param) from None
         except ParameterError as error:
             param = error.param
@@ -84,13 +86,14 @@ class Door:
         # at least 1, so that a prompt without room for output is refused for its own length
         room = max(1, model.max_model_len - len(prompt_ids))
         max_tokens = room if generation.max_tokens is None else generation.max_tokens
-        params = SamplingParams(**generation.options, max_tokens=max_tokens)
+        params = params_of(generation.options, max_tokens=max_tokens)
         check_prompt(
             prompt_ids,
             params,
             vocab_size=model.tokenizer.vocab_size,
             max_model_len=model.max_model_len,
         )
+        token_rules(params, model.tokenizer)
         return Checked(
             model=model.name, prompt_tokens=len(prompt_ids), max_tokens=params.max_tokens
         )

@@ -15,16 +15,23 @@ class Detokenizer:
     """Incremental text of one sequence.
 
     All text ever returned is a prefix of the final text, which is what `Tokenizer.decode` makes of
-    all ids at once, cut before the first stop string. A stop string counts as soon as it is
+    all ids at once, cut before the first stop string, or behind it. One counts as soon as it is
     complete; if the same tokens complete several, the one that starts first cuts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,  # the stop string is part of the text
+        skip_special_tokens: bool = True,
+    ) -> None:
         self.stopped_by: str | None = None
-        self._stream: _TextStream = (
-            _ByteLevelStream(tokenizer) if tokenizer.is_byte_level else _WindowStream(tokenizer)
-        )
+        stream = _ByteLevelStream if tokenizer.is_byte_level else _WindowStream
+        self._stream: _TextStream = stream(tokenizer, skip_special_tokens)
         self._stop = stop
+        self._include_stop = include_stop
         self._first_chars = frozenset(text[0] for text in stop)
         self._longest_stop = max(map(len, stop), default=0)
         self._released: list[str] = []
@@ -58,7 +65,7 @@ class Detokenizer:
             matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if matches:
                 at, self.stopped_by = min(matches, key=lambda match: match[0])
-                safe = self._release(at)
+                safe = self._release(at + len(self.stopped_by) * self._include_stop)
                 self._held = ""
                 return safe
         return self._release(self._start_of_possible_stop())
@@ -90,8 +97,9 @@ class _TextStream(Protocol):
 class _ByteLevelStream:
     """For vocabularies whose tokens spell bytes: an incremental UTF-8 decoder is all it takes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         # "replace" makes one U+FFFD of each maximal invalid part, as Rust's from_utf8_lossy does
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -100,7 +108,7 @@ class _ByteLevelStream:
             b"".join(
                 _bytes_of(self._tokenizer.token(token_id))
                 for token_id in token_ids
-                if self._tokenizer.is_visible(token_id)
+                if not self._skip_special_tokens or self._tokenizer.is_visible(token_id)
             )
         )
 
@@ -117,14 +125,16 @@ class _WindowStream:
     characters, since one bad byte makes the decoder give up the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._shown: list[int] = []
         self._waiting: list[int] = []
 
     def add(self, token_ids: Sequence[int]) -> str:
         # ids without text would stand between the neighbours; a decoder never sees them
-        self._waiting += [i for i in token_ids if self._tokenizer.is_visible(i)]
+        skip = self._skip_special_tokens
+        self._waiting += [i for i in token_ids if not skip or self._tokenizer.is_visible(i)]
         if self._waiting and _is_byte_token(self._tokenizer.token(self._waiting[-1])):
             return ""
         return self.end()
@@ -132,10 +142,13 @@ class _WindowStream:
     def end(self) -> str:
         if not self._waiting:
             return ""
-        before = len(self._tokenizer.decode(self._shown))
-        text = self._tokenizer.decode(self._shown + self._waiting)[before:]
+        before = len(self._decode(self._shown))
+        text = self._decode(self._shown + self._waiting)[before:]
         self._shown, self._waiting = self._waiting, []
         return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -12,7 +12,6 @@ import math
 import random
 import time
 from collections import abc
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +20,16 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.model_runner import ModelRunner
 from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
+from engine.repetition import LoopDetector
 from engine.requests import Request, Sample
 from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError, SamplingParams, check_prompt
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
+from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
+from engine.totals import Totals
 from engine.weights import resolve_folder
 
 
@@ -41,22 +43,6 @@ class Runner(Protocol):
     model_id: bytes
 
     def run(self, plan: StepPlan) -> list[int | NumericalError | None]: ...
-
-
-@dataclass(slots=True)
-class _Totals:
-    num_steps: int = 0
-    last_step_seqs: int = 0
-    last_step_tokens: int = 0
-    peak_step_seqs: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    scheduled_tokens: int = 0
-    scheduled_seqs: int = 0
-    peak_used_blocks: int = 0
-    step_s: float = 0.0
-    run_s: float = 0.0
 
 
 class LLMEngine:
@@ -101,7 +87,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Sample]] = {}  # by seq_id
         self._ended_early: list[Sequence] = []  # by their checkpoint, told in the next step
-        self._totals = _Totals()
+        self._totals = Totals()
 
     @property
     def has_unfinished(self) -> bool:
@@ -131,21 +117,22 @@ class LLMEngine:
             prompt_ids, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len
         )
         self._check_generated(generated)
+        rules = token_rules(params, self.tokenizer)
+        seconds_left = min(_seconds(deadline_s), _seconds(params.timeout_s))
         sequences = self._scheduler.add(
             request_id,
             prompt_ids,
             params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             priority=priority,
-            deadline=_deadline(now, deadline_s),
+            deadline=now + seconds_left if seconds_left < math.inf else None,
             generated=generated,
             cache_salt=cache_salt,
+            token_rules=rules,
         )
-        samples = [
-            Sample(sequence, Detokenizer(self.tokenizer, stop=params.stop))
-            for sequence in sequences
-        ]
-        request = Request(request_id, samples, arrived_at=now)
+        samples = [self._sample(sequence) for sequence in sequences]
+        has_timeout = params.timeout_s is not None and params.timeout_s == seconds_left
+        request = Request(request_id, samples, arrived_at=now, has_timeout=has_timeout)
         self._requests[request_id] = request
         self._totals.prompt_tokens += len(prompt_ids)
         for sample in samples:
@@ -214,30 +201,7 @@ class LLMEngine:
         )
 
     def stats(self) -> EngineStats:
-        scheduler, totals = self._scheduler, self._totals
-        free_tokens = scheduler.num_free_blocks * self.config.block_size
-        num_seqs = scheduler.num_running + scheduler.num_waiting
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_blocks=scheduler.num_blocks,
-            num_free_blocks=scheduler.num_free_blocks,
-            free_seqs=max(0, self.config.max_num_seqs - num_seqs),
-            free_tokens=max(0, free_tokens - scheduler.promised_tokens),
-            num_preemptions=scheduler.num_preemptions,
-            last_step_seqs=totals.last_step_seqs,
-            last_step_tokens=totals.last_step_tokens,
-            peak_step_seqs=totals.peak_step_seqs,
-            num_steps=totals.num_steps,
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.cached_tokens,
-            generated_tokens=totals.generated_tokens,
-            scheduled_tokens=totals.scheduled_tokens,
-            scheduled_seqs=totals.scheduled_seqs,
-            peak_used_blocks=totals.peak_used_blocks,
-            step_s=totals.step_s,
-            run_s=totals.run_s,
-        )
+        return self._totals.stats(self._scheduler, self.config)
 
     def check(self) -> None:
         """Assert that the books balance."""
@@ -249,6 +213,17 @@ class LLMEngine:
                 s.sequence.finish_reason is None or s.sequence in self._ended_early
                 for s in request.samples
             ), f"{request.request_id} has ended untold"
+
+    def _sample(self, sequence: Sequence) -> Sample:
+        params = sequence.params
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        detection = params.repetition_detection
+        return Sample(sequence, detokenizer, None if detection is None else LoopDetector(detection))
 
     def _check_generated(self, generated: abc.Sequence[abc.Sequence[int]]) -> None:
         for token_ids in generated:
@@ -270,7 +245,8 @@ class LLMEngine:
             request, _ = self._owners[row.sequence.seq_id]
             if request.first_scheduled_at is None:
                 request.first_scheduled_at = now
-        self._count(plan)
+        num_used_blocks = self._scheduler.num_blocks - self._scheduler.num_free_blocks
+        self._totals.count(plan, num_used_blocks)
         started = self._clock()
         try:
             return plan, self._runner.run(plan)
@@ -305,17 +281,6 @@ class LLMEngine:
         copies = StepPlan((), plan.block_copies)
         return copies, self._runner.run(copies)
 
-    def _count(self, plan: StepPlan) -> None:
-        totals = self._totals
-        totals.num_steps += 1
-        totals.last_step_seqs = len(plan.scheduled)
-        totals.last_step_tokens = plan.num_tokens
-        totals.peak_step_seqs = max(totals.peak_step_seqs, totals.last_step_seqs)
-        totals.scheduled_seqs += totals.last_step_seqs
-        totals.scheduled_tokens += totals.last_step_tokens
-        used = self._scheduler.num_blocks - self._scheduler.num_free_blocks
-        totals.peak_used_blocks = max(totals.peak_used_blocks, used)
-
     def _fail_rows(
         self, plan: StepPlan, results: list[int | NumericalError | None]
     ) -> list[Sequence]:
@@ -323,7 +288,7 @@ class LLMEngine:
         failed = []
         for row, result in zip(plan.scheduled, results, strict=True):
             if isinstance(result, NumericalError):
-                error = f"numerical_error: {result}"
+                error = f"{result.code}: {result}"
                 self._scheduler.finish(row.sequence, FinishReason.ERROR, error=error)
                 failed.append(row.sequence)
         return failed
@@ -353,9 +318,9 @@ class LLMEngine:
         return updates
 
     def _take_in_tokens(self, sample: Sample) -> Delta:
-        delta, stops = sample.take_in_tokens()
-        if stops:
-            self._scheduler.finish(sample.sequence, FinishReason.STOP)
+        delta, reason = sample.take_in_tokens()
+        if reason is not None:
+            self._scheduler.finish(sample.sequence, reason)
         return delta
 
     def _end(self, request: Request, now: float) -> RequestOutput:
@@ -367,14 +332,14 @@ class LLMEngine:
         return output
 
 
-def _deadline(now: float, deadline_s: float | None) -> float | None:
+def _seconds(deadline_s: float | None) -> float:
     if deadline_s is None:
-        return None
+        return math.inf
     if type(deadline_s) not in (int, float) or not math.isfinite(deadline_s):
         raise ParameterError(
             "deadline_s", f"deadline_s must be a finite number, got {deadline_s!r}"
         )
-    return now + deadline_s
+    return deadline_s
 
 
 def _half(plan: StepPlan) -> StepPlan:

@@ -6,6 +6,7 @@ Owns the model and the KV cache's memory. Knows nothing of text, or of which seq
 import logging
 from collections import abc
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ from engine.config import EngineConfig
 from engine.kernels.registry import select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
+from engine.logits_processors import TokenHistory
 from engine.models.decoder import Decoder
 from engine.models.settings import DecoderSettings
 from engine.sampler import NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
+from engine.token_rules import NO_RULES
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,7 @@ class ModelRunner:
             self.model_id = checkpoint.fingerprint + str(dtype).encode()
         self.vocab_size = settings.vocab_size
         self.max_model_len = _max_model_len(config, settings)
+        self._histories: WeakKeyDictionary[Sequence, TokenHistory] = WeakKeyDictionary()
         self._block_size = config.block_size
         shape = KVCacheShape(
             num_layers=settings.num_layers,
@@ -150,17 +154,34 @@ class ModelRunner:
     def _sampled_row(self, sequence: Sequence) -> SampledRow:
         params = sequence.params
         banned: tuple[int, ...] = ()
+        history = self._history(sequence)
+        if history is not None:
+            banned = history.banned(sequence.token_ids)
         if sequence.num_generated_tokens < params.min_tokens:
             # what would end the generation is not drawn; passed over, it would stand in the text
             stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-            banned = tuple(sorted(stops))
+            banned += tuple(sorted(stops))
         return SampledRow(
             params=params,
             seed=sequence.seed,
             sample_index=sequence.sample_index,
             position=sequence.num_tokens,
             banned=banned,
+            tally=None if history is None else history.tally,
+            forced=None if history is None else history.forced,
         )
+
+    def _history(self, sequence: Sequence) -> TokenHistory | None:
+        """What is known of the tokens of a sequence with options that depend on them."""
+        if not sequence.params.penalizes and sequence.token_rules is NO_RULES:
+            return None
+        history = self._histories.get(sequence)
+        if history is None:
+            history = self._histories[sequence] = TokenHistory(
+                sequence.params, sequence.token_rules, sequence.num_prompt_tokens
+            )
+        history.catch_up(sequence.token_ids)
+        return history
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(self.device, dtype)

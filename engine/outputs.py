@@ -10,7 +10,7 @@ from engine.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sample, ended. `token_ids` holds the stop id that ended it; `text` does not."""
+    """One sample, ended. `token_ids` holds the stop id that ended it; `text` only if asked for."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -18,6 +18,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or stop id; None for the model's own eos
     error: str | None = None  # "code: message", with finish_reason error
+    timed_out: bool = False  # the deadline it ended at was its own timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.detokenizer import Detokenizer
 from engine.outputs import Completion, Delta, RequestOutput, RequestStats
+from engine.repetition import LoopDetector
 from engine.sequence import FinishReason, Sequence
 
 
@@ -16,24 +17,29 @@ class Sample:
 
     sequence: Sequence
     detokenizer: Detokenizer
+    loop_detector: LoopDetector | None = None
     stop_reason: str | int | None = None
     num_seen: int = 0  # generated tokens that text has been made of
 
-    def take_in_tokens(self) -> tuple[Delta, bool]:
-        """Turn the sequence's new tokens into text. Returns it, and whether a stop string is in it.
+    def take_in_tokens(self) -> tuple[Delta, FinishReason | None]:
+        """Turn the sequence's new tokens into text. Returns it, and what the text says of the end.
 
-        If so, the sequence is to be finished with STOP, whatever ended it before.
+        That is STOP with a stop string in it, whatever ended the sequence before, or REPETITION.
         """
         sequence, detokenizer = self.sequence, self.detokenizer
         new_ids = sequence.token_ids[sequence.num_prompt_tokens + self.num_seen :]
+        params = sequence.params
         ended_by_id = sequence.finish_reason is FinishReason.STOP and self.stop_reason is None
-        spoken = new_ids[:-1] if ended_by_id else new_ids
-        text = ""
+        mute_end = ended_by_id and not params.include_stop_str_in_output
+        spoken = new_ids[:-1] if mute_end else new_ids
+        text, looped = "", False
         for token_id in spoken:
             self.num_seen += 1
-            may_stop = self.num_seen > sequence.params.min_tokens
+            may_stop = self.num_seen > params.min_tokens
             text += detokenizer.add([token_id], may_stop=may_stop)
-        if sequence.finish_reason is not None:
+            if self.loop_detector is not None:
+                looped = self.loop_detector.add(token_id) and may_stop
+        if sequence.finish_reason is not None or looped:
             text += detokenizer.flush()
         self.num_seen += len(new_ids) - len(spoken)
         delta = Delta(sample_index=sequence.sample_index, token_ids=tuple(new_ids), text=text)
@@ -41,12 +47,12 @@ class Sample:
             stops = sequence.finish_reason in (None, FinishReason.LENGTH, FinishReason.STOP)
             if stops:
                 self.stop_reason = detokenizer.stopped_by
-            return delta, stops
-        if ended_by_id and new_ids and new_ids[-1] in sequence.params.stop_token_ids:
+            return delta, FinishReason.STOP if stops else None
+        if ended_by_id and new_ids and new_ids[-1] in params.stop_token_ids:
             self.stop_reason = new_ids[-1]
-        return delta, False
+        return delta, FinishReason.REPETITION if looped and not sequence.finish_reason else None
 
-    def completion(self) -> Completion:
+    def completion(self, *, has_timeout: bool) -> Completion:
         assert self.sequence.finish_reason is not None
         return Completion(
             index=self.sequence.sample_index,
@@ -55,6 +61,7 @@ class Sample:
             finish_reason=self.sequence.finish_reason,
             stop_reason=self.stop_reason,
             error=self.sequence.error,
+            timed_out=has_timeout and self.sequence.finish_reason is FinishReason.DEADLINE,
         )
 
 
@@ -65,6 +72,7 @@ class Request:
     request_id: str
     samples: list[Sample]
     arrived_at: float
+    has_timeout: bool = False  # its own timeout_s comes before the deadline it was given
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
 
@@ -77,7 +85,9 @@ class Request:
         sequences = [sample.sequence for sample in self.samples]
         return RequestOutput(
             request_id=self.request_id,
-            completions=tuple(sample.completion() for sample in self.samples),
+            completions=tuple(
+                sample.completion(has_timeout=self.has_timeout) for sample in self.samples
+            ),
             stats=RequestStats(
                 prompt_tokens=sequences[0].num_prompt_tokens,
                 cached_tokens=sequences[0].num_cached_tokens,

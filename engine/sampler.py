@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import logits_processors
 from engine.kernels.philox import philox_4x32_10
+from engine.logits_processors import TokenTally
 from engine.sampling_params import SamplingParams
 
 FIRST_CANDIDATES = 64
@@ -24,6 +26,14 @@ NOISE_TILE = 16384  # numbers made at once on a CPU: their temporaries stay in i
 
 class NumericalError(ArithmeticError):
     """Logits of one row from which no token can be chosen: a NaN, an infinity, or no finite one."""
+
+    code = "numerical_error"
+
+
+class NothingAllowedError(NumericalError):
+    """A row whose own options leave no token: those allowed are banned."""
+
+    code = "invalid_request"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +45,26 @@ class SampledRow:
     sample_index: int
     position: int  # index in the sequence of the token being drawn
     banned: tuple[int, ...] = ()  # ids that may not be drawn here, in [0, vocab)
+    tally: TokenTally | None = None  # of the tokens that the row's penalties touch
+    forced: int | None = None  # the id that has to be drawn here
 
 
 def sample(
-    logits: Tensor,  # [R, vocab] float32, changed where a row bans tokens
+    logits: Tensor,  # [R, vocab] float32, changed where a row asks for it
     rows: Sequence[SampledRow],  # [R]
 ) -> list[int | NumericalError]:
     """One token id for each row; in the place of a row that is broken, the error."""
     assert logits.shape[0] == len(rows)
     if not rows:
         return []
-    for i, row in enumerate(rows):
-        if row.banned:
-            logits[i, list(row.banned)] = -torch.inf
     results: list[int | NumericalError] = [NumericalError("unset")] * len(rows)
     groups: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
-    for i, peak_is_finite in enumerate(logits.amax(dim=-1).isfinite().tolist()):
-        if peak_is_finite:
-            groups[_group(rows[i].params, logits.shape[1])].append(i)
-        else:  # NaN is the largest of all to amax
-            results[i] = NumericalError(
-                f"the logits for token {rows[i].position} are not finite numbers"
-            )
+    errors = _errors(logits, rows)
+    for i, row in enumerate(rows):
+        if i in errors:
+            results[i] = errors[i]
+        else:
+            groups[_group(row.params, logits.shape[1])].append(i)
     for name, indices in groups.items():
         if not indices:
             continue
@@ -69,6 +77,27 @@ def sample(
         for i, token in zip(indices, tokens, strict=True):
             results[i] = token
     return results
+
+
+def _errors(logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, NumericalError]:
+    """Apply the rows' options; returns by row why no token can be drawn, where that is so."""
+    errors: dict[int, NumericalError] = {}
+    # NaN is the largest of all to amax
+    for i, peak_is_finite in enumerate(logits.amax(dim=-1).isfinite().tolist()):
+        if not peak_is_finite:
+            errors[i] = NumericalError(
+                f"the logits for token {rows[i].position} are not finite numbers"
+            )
+    changed = [i for i in logits_processors.process(logits, rows) if i not in errors]
+    if changed:
+        peaks = logits[changed].amax(dim=-1).isfinite().tolist()
+        for i, peak_is_finite in zip(changed, peaks, strict=True):
+            if not peak_is_finite:
+                errors[i] = NothingAllowedError(
+                    f"the options allow no token at place {rows[i].position}: "
+                    "all that is allowed is banned"
+                )
+    return errors
 
 
 def _group(params: SamplingParams, vocab_size: int) -> str:

@@ -1,16 +1,24 @@
 """What a client may ask of one generation: each option is declared, bounded and explained here.
 
 Knows nothing of tokens' text, models or batches; imports nothing but the standard library, so that
-every floor of the house may use it as its door check.
+every floor of the house may use it as its door check. Options that act on a token's probability do
+so in the order of logits_processors.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 MAX_N = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+MAX_LOGPROBS = 20
+MAX_PATTERN_SIZE = 64
+MAX_TIMEOUT_S = 30 * 86400.0  # a job's longest deadline
 GREEDY_BELOW = 1e-4  # a temperature this small divides logits into overflow; it means argmax
 
 
@@ -25,10 +33,28 @@ class ParameterError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """When a generation counts as caught in a loop: its end is one pattern, again and again.
+
+    The names are vLLM's. Raises ParameterError.
+    """
+
+    max_pattern_size: int  # tokens of the longest pattern looked for; [1, 64]
+    min_count: int  # times the pattern stands there, the first included; [2, 1024]
+    min_pattern_size: int = 1  # [1, max_pattern_size]
+
+    def __post_init__(self) -> None:
+        within = "repetition_detection."
+        _check_int(within + "max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        _check_int(within + "min_count", self.min_count, 2, 1024)
+        _check_int(within + "min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Options of one generation. Raises ParameterError with the field, the bound and the value."""
 
-    max_tokens: int  # most tokens to generate for each sample; >= 1
+    max_tokens: int  # most tokens to generate for each sample; 0 only scores the prompt
     n: int = 1  # samples of the same prompt; [1, 16]
     temperature: float = 1.0  # [0, 2]; below 1e-4 means greedy
     top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
@@ -39,34 +65,107 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's end-of-sequence ids do not end the generation
     stop: tuple[str, ...] = ()  # strings that end it; not part of the text
     stop_token_ids: tuple[int, ...] = ()  # ids that end it; not part of the text
+    include_stop_str_in_output: bool = False  # the stop string or id is part of the text after all
+    skip_special_tokens: bool = True  # special tokens are no part of the text
+    presence_penalty: float = 0.0  # [-2, 2], off the logit of each token generated before
+    frequency_penalty: float = 0.0  # [-2, 2], off it for each time it was generated
+    # (0, 2]: a logit above 0 of a token in prompt or output is divided by it, others multiplied
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, [-100, 100]), added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  # no other id is drawn; None: all are
+    bad_words: tuple[str, ...] = ()  # texts whose last token is not drawn behind its others
+    logprobs: int | None = None  # [0, 20]: log-probabilities of output tokens and as many likeliest
+    prompt_logprobs: int | None = None  # [0, 20]: the same of the prompt
+    repetition_detection: RepetitionDetection | None = None  # ends a loop; None: nothing does
+    timeout_s: float | None = None  # (0, 30 days] from when the engine takes it in: deadline
+    thinking_token_budget: int | None = None  # most tokens between <think> and </think>
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _check_int("n", self.n, 1, MAX_N)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_excluded=True)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if not isinstance(self.ignore_eos, bool):
-            raise ParameterError(
-                "ignore_eos", f"ignore_eos must be true or false, got {_shown(self.ignore_eos)}"
-            )
-        _check_tuple("stop", self.stop, MAX_STOP_STRINGS)
-        for text in self.stop:
-            _check_stop_string(text)
-        _check_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        _check_optional_int("seed", self.seed, 2**63 - 1)
+        _check_optional_int("logprobs", self.logprobs, MAX_LOGPROBS)
+        _check_optional_int("prompt_logprobs", self.prompt_logprobs, MAX_LOGPROBS)
+        _check_optional_int("thinking_token_budget", self.thinking_token_budget, 2**31 - 1)
+        if self.timeout_s is not None:
+            _check_float("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, low_excluded=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _check_bool(name, getattr(self, name))
+        _check_texts("stop", self.stop, MAX_STOP_STRINGS)
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_logit_bias(self.logit_bias)
+        self._check_allowed_token_ids()
+        self._check_scoring()
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on which tokens came before."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def _check_allowed_token_ids(self) -> None:
+        if self.allowed_token_ids is None:
+            return
+        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        if not self.allowed_token_ids:
+            raise ParameterError("allowed_token_ids", "allowed_token_ids must hold at least 1 id")
+        if self.min_tokens and set(self.allowed_token_ids) <= set(self.stop_token_ids):
+            raise ParameterError(
+                "allowed_token_ids",
+                "allowed_token_ids must hold an id that is not in stop_token_ids, "
+                f"for min_tokens is {self.min_tokens}",
+            )
+
+    def _check_scoring(self) -> None:
+        if self.max_tokens:
+            return
+        if self.prompt_logprobs is None:
+            raise ParameterError(
+                "max_tokens",
+                "max_tokens must be at least 1 unless the prompt is to be scored "
+                "(prompt_logprobs, or echo with logprobs), got 0",
+            )
+        if self.n > 1:
+            raise ParameterError("n", f"n must be 1 when max_tokens is 0, got {self.n}")
+
 
 OPTION_NAMES = frozenset(field.name for field in fields(SamplingParams))
+
+
+def params_of(options: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
+    """Options as a door has them: plain values, with an object where an option is made of several.
+
+    Raises ParameterError.
+    """
+    options = dict(options)
+    detection = options.get("repetition_detection")
+    if detection is not None:
+        known = {field.name for field in fields(RepetitionDetection)}
+        for name in detection.keys() - known:
+            param = f"repetition_detection.{name}"
+            raise ParameterError(param, f"{param} is not a field of repetition_detection")
+        for name in ("max_pattern_size", "min_count"):
+            if name not in detection:
+                param = f"repetition_detection.{name}"
+                raise ParameterError(param, f"{param} is required")
+        options["repetition_detection"] = RepetitionDetection(**detection)
+    return SamplingParams(**options, max_tokens=max_tokens)
 
 
 def check_prompt(
@@ -88,12 +187,15 @@ def check_prompt(
                 "prompt",
                 f"prompt token ids must be integers in [0, {vocab_size}), got {_shown(token_id)}",
             )
-    for token_id in params.stop_token_ids:
-        if token_id >= vocab_size:
-            raise ParameterError(
-                "stop_token_ids", f"stop_token_ids must be in [0, {vocab_size}), got {token_id}"
-            )
-    if len(token_ids) >= max_model_len:
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise ParameterError(name, f"{name} must be in [0, {vocab_size}), got {token_id}")
+    if params.max_tokens and len(token_ids) >= max_model_len:
         raise ParameterError(
             "prompt",
             f"prompt has {len(token_ids)} tokens; with at least 1 generated token "
@@ -101,7 +203,7 @@ def check_prompt(
         )
     if len(token_ids) + params.max_tokens > max_model_len:
         raise ParameterError(
-            "max_tokens",
+            "max_tokens" if params.max_tokens else "prompt",
             f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) must be at most "
             f"{max_model_len}, got {len(token_ids) + params.max_tokens}",
         )
@@ -113,6 +215,11 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise ParameterError(name, f"{name} must be an integer, got {_shown(value)}")
     if not low <= value <= high:
         raise ParameterError(name, f"{name} must be in [{low}, {high}], got {_shown(value)}")
+
+
+def _check_optional_int(name: str, value: object, high: int) -> None:
+    if value is not None:
+        _check_int(name, value, 0, high)
 
 
 def _check_float(
@@ -128,6 +235,11 @@ def _check_float(
         )
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ParameterError(name, f"{name} must be true or false, got {_shown(value)}")
+
+
 def _check_tuple(name: str, value: object, max_length: int) -> None:
     # a bare string would pass for a tuple of one-letter strings
     if not isinstance(value, tuple):
@@ -136,17 +248,38 @@ def _check_tuple(name: str, value: object, max_length: int) -> None:
         raise ParameterError(name, f"{name} may hold at most {max_length}, got {len(value)}")
 
 
-def _check_stop_string(text: object) -> None:
-    if not isinstance(text, str) or not text:
-        raise ParameterError("stop", f"stop strings must be non-empty text, got {_shown(text)}")
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise ParameterError("stop", f"a stop string is not valid Unicode: {error}") from None
-    if num_bytes > MAX_STOP_BYTES:
-        raise ParameterError(
-            "stop", f"a stop string may have at most {MAX_STOP_BYTES} bytes, got {num_bytes}"
-        )
+def _check_ids(name: str, ids: tuple[int, ...], max_length: int) -> None:
+    _check_tuple(name, ids, max_length)
+    for token_id in ids:
+        _check_int(name, token_id, 0, 2**31 - 1)
+
+
+def _check_logit_bias(logit_bias: tuple[tuple[int, float], ...]) -> None:
+    _check_tuple("logit_bias", logit_bias, MAX_LOGIT_BIAS)
+    for entry in logit_bias:
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise ParameterError(
+                "logit_bias", f"logit_bias must hold pairs (id, bias), got {_shown(entry)}"
+            )
+        _check_int("logit_bias", entry[0], 0, 2**31 - 1)
+        _check_float("logit_bias", entry[1], -100.0, 100.0)
+    if len({token_id for token_id, _ in logit_bias}) < len(logit_bias):
+        raise ParameterError("logit_bias", "logit_bias must name each id once")
+
+
+def _check_texts(name: str, texts: tuple[str, ...], max_length: int) -> None:
+    _check_tuple(name, texts, max_length)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ParameterError(name, f"{name} must hold non-empty text, got {_shown(text)}")
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise ParameterError(name, f"a {name} string is not valid Unicode: {error}") from None
+        if num_bytes > MAX_STOP_BYTES:
+            raise ParameterError(
+                name, f"a {name} string may have at most {MAX_STOP_BYTES} bytes, got {num_bytes}"
+            )
 
 
 def _shown(value: object) -> str:

@@ -22,6 +22,7 @@ from engine.block_manager import BlockManager
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
 from engine.sequence import FinishReason, Sequence, SequenceState
 from engine.step_plan import ScheduledSequence, StepPlan
+from engine.token_rules import NO_RULES, TokenRules
 
 
 class CapacityError(ParameterError):
@@ -122,6 +123,7 @@ class Scheduler:
         deadline: float | None = None,
         generated: abc.Sequence[abc.Sequence[int]] = (),
         cache_salt: bytes = b"",
+        token_rules: TokenRules = NO_RULES,
     ) -> list[Sequence]:
         """Take in a request: one sequence for each of its `n` samples, which wait to be scheduled.
 
@@ -153,6 +155,7 @@ class Scheduler:
                 priority=priority,
                 arrival=arrival,
                 cache_salt=cache_salt,
+                token_rules=token_rules,
             )
             for index in range(params.n)
         ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.sampling_params import SamplingParams
+from engine.token_rules import NO_RULES, TokenRules
 
 
 class SequenceState(StrEnum):
@@ -21,12 +22,12 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens
     DEADLINE = "deadline"
-    REPETITION = "repetition"
+    REPETITION = "repetition"  # caught in a loop; see RepetitionDetection
     ABORT = "abort"  # the client cancelled
     ERROR = "error"  # this sequence cannot go on; see Sequence.error
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Sequence:
     """Mutable state of one sample of one request. Owned by the Scheduler."""
 
@@ -37,6 +38,7 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int  # of this request's noise; with sample_index and position it fixes every draw
+    token_rules: TokenRules = NO_RULES
     priority: int = 0  # higher first
     arrival: int = 0  # order of arrival; ties of priority are served in it
     cache_salt: bytes = b""  # sequences with different salts never share blocks

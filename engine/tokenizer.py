@@ -125,6 +125,16 @@ class Tokenizer:
         """Whether a token's string spells bytes in the GPT-2 alphabet."""
         return type(self._rust.decoder).__name__ == "ByteLevel"
 
+    @property
+    def thinking_ids(self) -> tuple[int, int] | None:
+        """The ids of `<think>` and `</think>`; None for a vocabulary without them."""
+        start, end = map(self._rust.token_to_id, ("<think>", "</think>"))
+        return None if start is None or end is None else (start, end)
+
+    def encode_word(self, text: str) -> list[int]:
+        """Ids of a piece of text by itself, with nothing around it."""
+        return self._rust.encode(text, add_special_tokens=False).ids
+
     def encode_input(
         self,
         *,

@@ -7,11 +7,13 @@ options are the engine's to check; here only that each has the right type.
 BodyError
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jobs import openai_fields as fields
+from jobs.openai_fields import BodyError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETIONS)
@@ -19,14 +21,6 @@ COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the older endpoint
 MAX_MESSAGES = 4096
 _NAME = re.compile(r"[^\s<|\\/>]{1,64}")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-
-class BodyError(ValueError):
-    """A body that cannot be run; `param` is the field to change."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +40,7 @@ class Choice:
 
     index: int
     text: str
-    finish_reason: str  # the engine's: stop, length, repetition
+    finish_reason: str  # the engine's: stop, length, repetition, deadline
 
 
 def parse(url: str, body: object) -> Generation:
@@ -54,13 +48,13 @@ def parse(url: str, body: object) -> Generation:
     if url not in URLS:
         raise BodyError("url", f"url must be one of {', '.join(URLS)}, got {url!r}")
     if not isinstance(body, dict):
-        raise BodyError("body", f"body must be an object, got {_kind(body)}")
+        raise BodyError("body", f"body must be an object, got {fields.kind(body)}")
     _refuse_unknown(url, body)
     given = {name: value for name, value in body.items() if value is not None}
     options = {
         field: read(field, given[field]) for field, read in _OPTIONS.items() if field in given
     }
-    model = _text("model", given.get("model"))
+    model = fields.text("model", given.get("model"))
     if not model:
         raise BodyError("model", "model must not be empty")
     if url == CHAT:
@@ -74,7 +68,7 @@ def parse(url: str, body: object) -> Generation:
         model=model,
         prompt=_prompt(given.get("prompt")),
         options=options,
-        max_tokens=_int("max_tokens", given.get("max_tokens", COMPLETIONS_MAX_TOKENS)),
+        max_tokens=fields.integer("max_tokens", given.get("max_tokens", COMPLETIONS_MAX_TOKENS)),
     )
 
 
@@ -108,15 +102,31 @@ def response_body(
     }
 
 
+# OpenAI has no word for a generation ended because it repeated itself: stop is the nearest, and
+# vLLM's field says more. One cut short by its own timeout_s is neither a stop nor a length, and who
+# asks for a timeout can be told by its own name.
+_FINISH_REASONS: dict[str, tuple[str, dict[str, str]]] = {
+    "stop": ("stop", {}),
+    "length": ("length", {}),
+    "repetition": ("stop", {"stop_reason": "repetition_detected"}),
+    "deadline": ("deadline", {}),
+}
+
+
 def _choice(choice: Choice, chat: bool) -> dict[str, Any]:
-    # OpenAI has no word for a generation ended because it repeated itself; stop is the nearest
-    finish_reason = {"stop": "stop", "length": "length", "repetition": "stop"}[choice.finish_reason]
+    finish_reason, marker = _FINISH_REASONS[choice.finish_reason]
     outcome: dict[str, Any] = (
         {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         if chat
         else {"text": choice.text}
     )
-    return {"index": choice.index, **outcome, "logprobs": None, "finish_reason": finish_reason}
+    return {
+        "index": choice.index,
+        **outcome,
+        "logprobs": None,
+        "finish_reason": finish_reason,
+        **marker,
+    }
 
 
 def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
@@ -146,7 +156,7 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
 
 def _max_tokens(given: Mapping[str, Any]) -> int | None:
     values = {
-        name: _int(name, given[name])
+        name: fields.integer(name, given[name])
         for name in ("max_completion_tokens", "max_tokens")
         if name in given
     }
@@ -160,7 +170,7 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
 
 def _messages(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise BodyError("messages", f"messages must be a list, got {_kind(value)}")
+        raise BodyError("messages", f"messages must be a list, got {fields.kind(value)}")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise BodyError(
             "messages", f"messages must have 1 to {MAX_MESSAGES} entries, got {len(value)}"
@@ -170,7 +180,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 
 def _message(path: str, message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise BodyError(path, f"{path} must be an object, got {_kind(message)}")
+        raise BodyError(path, f"{path} must be an object, got {fields.kind(message)}")
     given = {name: value for name, value in message.items() if value is not None and value != []}
     for name in message:
         if name in ("tool_calls", "tool_call_id", "function_call", "refusal", "audio"):
@@ -187,7 +197,7 @@ def _message(path: str, message: object) -> dict[str, Any]:
         )
     read = {"role": _ROLES[role], "content": _content(f"{path}.content", given.get("content"))}
     if "name" in given:
-        name = _text(f"{path}.name", given["name"])
+        name = fields.text(f"{path}.name", given["name"])
         if not _NAME.fullmatch(name):
             raise BodyError(
                 f"{path}.name", f"{path}.name must have 1 to 64 characters without spaces or <|\\/>"
@@ -198,17 +208,19 @@ def _message(path: str, message: object) -> dict[str, Any]:
 
 def _content(path: str, content: object) -> str:
     if not isinstance(content, list):
-        return _text(path, content)
+        return fields.text(path, content)
     texts = []
     for i, part in enumerate(content):
         at = f"{path}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind != "text":
-            raise BodyError(at, f"{at} must be a part of type text, got {kind or _kind(part)!r}")
+            raise BodyError(
+                at, f"{at} must be a part of type text, got {kind or fields.kind(part)!r}"
+            )
         for name in part:
             if name not in ("type", "text"):
                 raise BodyError(f"{at}.{name}", f"{at}.{name} is not a field of a text part")
-        texts.append(_text(f"{at}.text", part.get("text")))
+        texts.append(fields.text(f"{at}.text", part.get("text")))
     if not texts:
         raise BodyError(path, f"{path} must have at least 1 part")
     return "\n".join(texts)
@@ -223,7 +235,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
         return value
     if not isinstance(value, list):
         raise BodyError(
-            "prompt", f"prompt must be a string or a list of token ids, got {_kind(value)}"
+            "prompt", f"prompt must be a string or a list of token ids, got {fields.kind(value)}"
         )
     if not value:
         raise BodyError("prompt", "prompt must have at least 1 token, got 0")
@@ -237,85 +249,43 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     return tuple(value)
 
 
-def _kind(value: object) -> str:
-    """What JSON calls it."""
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string",
-             list: "a list", dict: "an object", type(None): "nothing"}  # fmt: skip
-    return names.get(type(value), type(value).__name__)
-
-
-def _text(path: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise BodyError(path, f"{path} must be a string, got {_kind(value)}")
-    return value
-
-
-def _int(path: str, value: object) -> int:
-    if type(value) is not int:  # a bool is an int to Python and a mistake to a client
-        raise BodyError(path, f"{path} must be an integer, got {value!r}")
-    return value
-
-
-def _number(path: str, value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise BodyError(path, f"{path} must be a finite number, got {value!r}")
-    return value  # type: ignore[return-value]
-
-
-def _bool(path: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise BodyError(path, f"{path} must be true or false, got {value!r}")
-    return value
-
-
-def _stop(path: str, value: object) -> tuple[str, ...]:
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        raise BodyError(path, f"{path} must be a string or a list of strings")
-    return tuple(values)
-
-
-def _token_ids(path: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise BodyError(path, f"{path} must be a list of token ids, got {_kind(value)}")
-    return tuple(_int(f"{path}[{i}]", each) for i, each in enumerate(value))
-
-
-def _metadata(path: str, value: object) -> None:
-    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise BodyError(path, f"{path} must be an object of strings")
-
-
 _OPTIONS: dict[str, Callable[[str, object], Any]] = {
-    "n": _int,
-    "temperature": _number,
-    "top_p": _number,
-    "seed": _int,
-    "stop": _stop,
+    "n": fields.integer,
+    "temperature": fields.number,
+    "top_p": fields.number,
+    "seed": fields.integer,
+    "stop": fields.texts,
     # vLLM's names for what OpenAI lacks
-    "top_k": _int,
-    "min_p": _number,
-    "min_tokens": _int,
-    "ignore_eos": _bool,
-    "stop_token_ids": _token_ids,
+    "top_k": fields.integer,
+    "min_p": fields.number,
+    "min_tokens": fields.integer,
+    "ignore_eos": fields.boolean,
+    "stop_token_ids": fields.token_ids,
+    "presence_penalty": fields.number,
+    "frequency_penalty": fields.number,
+    "logit_bias": fields.logit_bias,
+    "repetition_penalty": fields.number,
+    "allowed_token_ids": fields.token_ids,
+    "bad_words": fields.list_of_texts,
+    "include_stop_str_in_output": fields.boolean,
+    "skip_special_tokens": fields.boolean,
+    "repetition_detection": fields.counts,
+    "thinking_token_budget": fields.integer,
+    "timeout_s": fields.number,  # our own
 }
 _CHAT_FIELDS = {"model", "messages", "max_tokens", "max_completion_tokens"}
 _COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens"}
 
 # labels for the sender's own use, and hints about caching that change no output
 _HARMLESS: dict[str, Callable[[str, object], Any]] = {
-    "user": _text,
-    "metadata": _metadata,
-    "safety_identifier": _text,
-    "prompt_cache_key": _text,
+    "user": fields.text,
+    "metadata": fields.labels,
+    "safety_identifier": fields.text,
+    "prompt_cache_key": fields.text,
 }
 # accepted only at a value that asks for nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),

@@ -36,11 +36,13 @@ CORPUS = (
 )
 
 
-def write_tiny_llama(folder: Path, *, seed: int = 0) -> Path:
+def write_tiny_llama(
+    folder: Path, *, seed: int = 0, special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+) -> Path:
     """Write the checkpoint to `folder` (made if missing); the same seed writes the same weights."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    _tokenizer(special_tokens).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     _write_json(folder / "config.json", _config())
     _write_json(
@@ -118,13 +120,13 @@ def _weights(seed: int) -> dict[str, np.ndarray]:
     return weights
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(special_tokens: tuple[str, ...]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

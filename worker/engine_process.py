@@ -184,7 +184,13 @@ def ended(output: RequestOutput) -> Ended:
     return Ended(
         key=output.request_id,
         samples=[
-            Sample(sample.index, sample.text, sample.finish_reason.value, sample.error)
+            Sample(
+                index=sample.index,
+                text=sample.text,
+                finish_reason=sample.finish_reason.value,
+                error=sample.error,
+                timed_out=sample.timed_out,
+            )
             for sample in output.completions
         ],
         prompt_tokens=output.stats.prompt_tokens,

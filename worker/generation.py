@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.sampling_params import ParameterError, SamplingParams, check_prompt
+from engine.sampling_params import ParameterError, SamplingParams, check_prompt, params_of
+from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.lifecycle import ErrorCode, JobState
+from jobs.openai_fields import BodyError
 from worker.messages import Ended
 
 
@@ -66,7 +68,7 @@ def prepare(
     """The job's prompt and options. Raises Refusal."""
     try:
         return _prepare(job_id, url, body, tokenizer, limits)
-    except openai.BodyError as error:
+    except BodyError as error:
         raise Refusal(ErrorCode.INVALID_REQUEST, str(error), param=error.param) from None
     except ParameterError as error:
         raise Refusal(ErrorCode.INVALID_REQUEST, str(error), param=error.param) from None
@@ -85,10 +87,11 @@ def _prepare(
     # an unseeded job draws the same noise in every attempt, so that one resumed from a checkpoint
     # is the text that would have been
     options = {"seed": seed_of(job_id), **generation.options}
-    params = SamplingParams(**options, max_tokens=max_tokens)
+    params = params_of(options, max_tokens=max_tokens)
     check_prompt(
         token_ids, params, vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len
     )
+    token_rules(params, tokenizer)
     if len(token_ids) + params.max_tokens > limits.kv_tokens:
         raise Refusal(
             ErrorCode.EXCEEDS_CAPACITY,
@@ -116,7 +119,8 @@ def outcome_of(ended: Ended, *, job_id: str, url: str, model: str, created: floa
     if outcome.finish_reason in ("error", "abort"):
         error = next((sample.error for sample in ended.samples if sample.error), "")
         return replace(outcome, state=JobState.FAILED, **_engine_error(error))
-    if outcome.finish_reason == "deadline":
+    expired = any(each.finish_reason == "deadline" and not each.timed_out for each in ended.samples)
+    if expired:  # the job's own deadline_s; a sample cut short by its timeout_s is a result
         return replace(
             outcome,
             state=JobState.EXPIRED,
@@ -151,7 +155,7 @@ _WORST_FIRST = ("error", "abort", "deadline", "repetition", "length", "stop")
 def _engine_error(error: str) -> dict[str, Any]:
     """The engine says "code: message"; a code the API does not have is an engine_error."""
     code, _, message = error.partition(": ")
-    if code in (ErrorCode.NUMERICAL_ERROR, ErrorCode.ENGINE_ERROR):
+    if code in (ErrorCode.NUMERICAL_ERROR, ErrorCode.INVALID_REQUEST, ErrorCode.ENGINE_ERROR):
         return {"code": ErrorCode(code), "message": message}
     message = error or "the engine gave up this generation"
     return {"code": ErrorCode.ENGINE_ERROR, "message": message}

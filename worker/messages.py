@@ -68,6 +68,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     text: str
     finish_reason: str
     error: str | None
+    timed_out: bool = False  # the deadline it ended at was its own timeout_s
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):

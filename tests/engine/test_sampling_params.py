@@ -1,6 +1,12 @@
 import pytest
 
-from engine.sampling_params import OPTION_NAMES, ParameterError, SamplingParams, check_prompt
+from engine.sampling_params import (
+    OPTION_NAMES,
+    ParameterError,
+    SamplingParams,
+    check_prompt,
+    params_of,
+)
 
 LIMITS = {"vocab_size": 100, "max_model_len": 20}
 
@@ -29,6 +35,18 @@ LIMITS = {"vocab_size": 100, "max_model_len": 20}
         ("stop", ("x" * 256,)),
         ("stop", tuple("abcdefghijklmnop")),
         ("stop_token_ids", tuple(range(64))),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
+        ("repetition_penalty", 5e-324),
+        ("repetition_penalty", 2),
+        ("logit_bias", tuple((i, 100.0 - i % 201) for i in range(1024))),
+        ("allowed_token_ids", tuple(range(1024))),
+        ("bad_words", ("x" * 256,) * 256),
+        ("logprobs", 0),
+        ("logprobs", 20),
+        ("prompt_logprobs", 20),
+        ("timeout_s", 30 * 86400),
+        ("thinking_token_budget", 0),
     ],
 )
 def test_a_value_on_its_bound_is_taken(field, value):
@@ -39,8 +57,9 @@ def test_a_value_on_its_bound_is_taken(field, value):
 @pytest.mark.parametrize(
     ("field", "value", "bound"),
     [
-        ("max_tokens", 0, "[1, 2147483647]"),
-        ("max_tokens", 2**31, "[1, 2147483647]"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -1, "[0, 2147483647]"),
+        ("max_tokens", 2**31, "[0, 2147483647]"),
         ("max_tokens", 1.0, "integer"),
         ("max_tokens", None, "integer"),
         ("max_tokens", True, "integer"),
@@ -77,14 +96,84 @@ def test_a_value_on_its_bound_is_taken(field, value):
         ("stop_token_ids", (-1,), "[0, 2147483647]"),
         ("stop_token_ids", (True,), "integer"),
         ("stop_token_ids", tuple(range(65)), "at most 64, got 65"),
+        ("presence_penalty", 2.01, "[-2, 2]"),
+        ("presence_penalty", float("nan"), "[-2, 2]"),
+        ("frequency_penalty", -2.01, "[-2, 2]"),
+        ("frequency_penalty", 1e308, "[-2, 2]"),
+        ("repetition_penalty", 0, "(0, 2]"),
+        ("repetition_penalty", float("nan"), "(0, 2]"),
+        ("repetition_penalty", 2.1, "(0, 2]"),
+        ("logit_bias", ((5, 100.1),), "[-100, 100]"),
+        ("logit_bias", ((5, float("nan")),), "[-100, 100]"),
+        ("logit_bias", ((5, float("inf")),), "[-100, 100]"),
+        ("logit_bias", ((-1, 1.0),), "[0, 2147483647]"),
+        ("logit_bias", ((5, 1.0), (5, 2.0)), "each id once"),
+        ("logit_bias", (5,), "pairs"),
+        ("logit_bias", {5: 1.0}, "tuple"),
+        ("logit_bias", tuple((i, 1.0) for i in range(1025)), "at most 1024, got 1025"),
+        ("allowed_token_ids", (), "at least 1"),
+        ("allowed_token_ids", (True,), "integer"),
+        ("allowed_token_ids", tuple(range(1025)), "at most 1024, got 1025"),
+        ("bad_words", ("",), "non-empty"),
+        ("bad_words", ("x" * 257,), "256 bytes, got 257"),
+        ("bad_words", ("x",) * 257, "at most 256, got 257"),
+        ("include_stop_str_in_output", "yes", "true or false"),
+        ("skip_special_tokens", 1, "true or false"),
+        ("logprobs", 21, "[0, 20]"),
+        ("logprobs", True, "integer"),
+        ("prompt_logprobs", -1, "[0, 20]"),
+        ("timeout_s", 0, "(0, 2.592e+06]"),
+        ("timeout_s", float("inf"), "(0, 2.592e+06]"),
+        ("timeout_s", "5", "number"),
+        ("thinking_token_budget", -1, "[0, 2147483647]"),
     ],
 )
 def test_a_value_out_of_bounds_names_its_field_and_bound(field, value, bound):
     with pytest.raises(ParameterError) as refused:
         SamplingParams(**{"max_tokens": 8, field: value})
     assert refused.value.param == field
-    assert field in str(refused.value).replace("stop string", "stop")
+    assert field in str(refused.value)
     assert bound in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("detection", "param", "bound"),
+    [
+        ({"max_pattern_size": 0, "min_count": 2}, "max_pattern_size", "[1, 64]"),
+        ({"max_pattern_size": 65, "min_count": 2}, "max_pattern_size", "[1, 64]"),
+        ({"max_pattern_size": 8, "min_count": 1}, "min_count", "[2, 1024]"),
+        ({"max_pattern_size": 8, "min_count": 1025}, "min_count", "[2, 1024]"),
+        (
+            {"max_pattern_size": 8, "min_count": 2, "min_pattern_size": 9},
+            "min_pattern_size",
+            "[1, 8]",
+        ),
+        ({"max_pattern_size": 8}, "min_count", "required"),
+        ({"min_count": 8}, "max_pattern_size", "required"),
+        ({"max_pattern_size": 8, "min_count": 2, "size": 1}, "size", "not a field"),
+    ],
+)
+def test_an_option_of_several_parts_names_the_part(detection, param, bound):
+    with pytest.raises(ParameterError) as refused:
+        params_of({"repetition_detection": detection}, max_tokens=8)
+    assert refused.value.param == f"repetition_detection.{param}"
+    assert bound in str(refused.value)
+
+
+def test_nothing_to_generate_is_taken_only_with_something_to_score():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(ParameterError, match="prompt is to be scored") as refused:
+        SamplingParams(max_tokens=0, logprobs=5)
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(ParameterError, match="n must be 1"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
+
+
+def test_allowed_ids_may_not_all_be_banned_until_min_tokens():
+    options = {"max_tokens": 8, "allowed_token_ids": (5, 6), "stop_token_ids": (5, 6, 7)}
+    SamplingParams(**options)
+    with pytest.raises(ParameterError, match="not in stop_token_ids"):
+        SamplingParams(**options, min_tokens=1)
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "temperature", "seed"])
@@ -113,6 +202,7 @@ def test_option_names_are_the_fields():
 def test_a_prompt_that_fills_the_model_is_taken():
     check_prompt([0, 99] * 9, SamplingParams(max_tokens=2), **LIMITS)
     check_prompt((1,), SamplingParams(max_tokens=19), **LIMITS)
+    check_prompt((1,) * 20, SamplingParams(max_tokens=0, prompt_logprobs=0), **LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +215,9 @@ def test_a_prompt_that_fills_the_model_is_taken():
         ([1.0], {}, "prompt", "got 1.0"),
         ([10**10000], {}, "prompt", "bits"),
         ([1], {"stop_token_ids": (5, 100)}, "stop_token_ids", "[0, 100), got 100"),
+        ([1], {"logit_bias": ((100, 1.0),)}, "logit_bias", "[0, 100), got 100"),
+        ([1], {"allowed_token_ids": (5, 100)}, "allowed_token_ids", "[0, 100), got 100"),
+        ([1] * 21, {"max_tokens": 0, "prompt_logprobs": 0}, "prompt", "at most 20, got 21"),
         ([1] * 20, {}, "prompt", "20"),
         ([1] * 18, {"max_tokens": 3}, "max_tokens", "at most 20, got 21"),
     ],

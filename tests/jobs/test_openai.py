@@ -2,17 +2,17 @@
 
 import pytest
 
-from engine.sampling_params import OPTION_NAMES, SamplingParams
+from engine.sampling_params import OPTION_NAMES, RepetitionDetection, params_of
 from jobs.openai import (
     CHAT,
     COMPLETIONS,
     URLS,
-    BodyError,
     Choice,
     Generation,
     parse,
     response_body,
 )
+from jobs.openai_fields import BodyError
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 # every parameter of chat.completions.create in the openai client 3.57.0, at a value that asks for
@@ -20,16 +20,17 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 CHAT_WORKS = {
     "max_completion_tokens": 3, "max_tokens": 3, "messages": [{"role": "user", "content": "Bye"}],
     "model": "other", "n": 2, "seed": 7, "stop": ["x"], "temperature": 0.5, "top_p": 0.5,
+    "frequency_penalty": 1, "logit_bias": {"5": 1}, "presence_penalty": 1.5,
 }  # fmt: skip
 CHAT_HARMLESS = {
     "metadata": {"k": "v"}, "parallel_tool_calls": False, "prompt_cache_key": "k",
     "safety_identifier": "s", "service_tier": "auto", "user": "u",
 }  # fmt: skip
 CHAT_REFUSED = {
-    "audio": {"voice": "a"}, "frequency_penalty": 1, "function_call": {"name": "f"},
-    "functions": [{"name": "f"}], "logit_bias": {"5": 1}, "logprobs": True,
+    "audio": {"voice": "a"}, "function_call": {"name": "f"},
+    "functions": [{"name": "f"}], "logprobs": True,
     "modalities": ["audio"], "moderation": {}, "prediction": {"type": "content"},
-    "presence_penalty": 1.5, "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "prompt_cache_options": {}, "prompt_cache_retention": "24h",
     "reasoning_effort": "low", "response_format": {"type": "json_object"}, "store": True,
     "stream": True, "stream_options": {"include_usage": True}, "tool_choice": "required",
     "tools": [{"type": "function"}], "top_logprobs": 2, "verbosity": "low",
@@ -37,11 +38,11 @@ CHAT_REFUSED = {
 }  # fmt: skip
 COMPLETIONS_WORKS = {
     "max_tokens": 3, "model": "other", "n": 2, "prompt": "Twice", "seed": 7, "stop": "x",
-    "temperature": 0.5, "top_p": 0.5,
+    "temperature": 0.5, "top_p": 0.5, "frequency_penalty": 1, "logit_bias": {"5": 1},
+    "presence_penalty": 1,
 }  # fmt: skip
 COMPLETIONS_REFUSED = {
-    "best_of": 2, "echo": True, "frequency_penalty": 1, "logit_bias": {"5": 1}, "logprobs": 0,
-    "presence_penalty": 1, "stream": True, "stream_options": {}, "suffix": "!",
+    "best_of": 2, "echo": True, "logprobs": 0, "stream": True, "stream_options": {}, "suffix": "!",
 }  # fmt: skip
 
 
@@ -72,12 +73,22 @@ def test_options_arrive_under_the_samplers_names():
     given = {
         "temperature": 0.5, "top_p": 1, "n": 2, "seed": 7, "stop": "END", "top_k": 40,
         "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [1, 2],
+        "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.1,
+        "logit_bias": {"5": -100, "0": 0.5}, "allowed_token_ids": [5, 6], "bad_words": ["no"],
+        "include_stop_str_in_output": True, "skip_special_tokens": False, "timeout_s": 2.5,
+        "repetition_detection": {"max_pattern_size": 20, "min_count": 4},
+        "thinking_token_budget": 0,
+    }  # fmt: skip
+    read = given | {
+        "stop": ("END",), "stop_token_ids": (1, 2), "logit_bias": ((5, -100), (0, 0.5)),
+        "allowed_token_ids": (5, 6), "bad_words": ("no",),
     }  # fmt: skip
     for call in (chat, complete):
         options = call(**given).options
-        assert options == given | {"stop": ("END",), "stop_token_ids": (1, 2)}
-        assert SamplingParams(max_tokens=5, **options).n == 2
-    assert set(given) | {"max_tokens"} == OPTION_NAMES
+        assert options == read
+        params = params_of(options, max_tokens=5)
+        assert params.repetition_detection == RepetitionDetection(max_pattern_size=20, min_count=4)
+    assert set(given) | {"max_tokens", "logprobs", "prompt_logprobs"} == OPTION_NAMES
     assert chat(stop=["a", "b"]).options["stop"] == ("a", "b")
 
 
@@ -124,10 +135,9 @@ def test_a_label_or_hint_changes_nothing(field):
 @pytest.mark.parametrize(
     ("call", "field", "value"),
     [
-        (chat, "frequency_penalty", 0), (chat, "presence_penalty", 0.0), (chat, "logit_bias", {}),
         (chat, "logprobs", False), (chat, "response_format", {"type": "text"}),
         (chat, "tools", []), (chat, "tool_choice", "none"), (chat, "modalities", ["text"]),
-        (chat, "store", False), (chat, "stream", False), (chat, "repetition_penalty", 1.0),
+        (chat, "store", False), (chat, "stream", False),
         (complete, "best_of", 1), (complete, "echo", False), (complete, "suffix", ""),
     ],
 )  # fmt: skip
@@ -139,7 +149,7 @@ def test_the_value_that_asks_for_nothing_is_accepted(call, field, value):
     ("call", "field", "value"),
     [(chat, *item) for item in CHAT_REFUSED.items()]
     + [(complete, *item) for item in COMPLETIONS_REFUSED.items()]
-    + [(chat, "frequency_penalty", False), (chat, "logprobs", 0), (chat, "tool_choice", 0)],
+    + [(chat, "logprobs", 0), (chat, "tool_choice", 0)],
 )
 def test_what_asks_for_more_is_refused_by_name(call, field, value):
     error = refusal(call, **{field: value})
@@ -171,6 +181,19 @@ def test_an_unknown_field_is_refused_by_name(field):
         ({"stop": {"a": 1}}, "must be a string or a list of strings"),
         ({"ignore_eos": 1}, "must be true or false, got 1"),
         ({"stop_token_ids": 5}, "must be a list of token ids, got a number"),
+        ({"frequency_penalty": False}, "must be a finite number, got False"),
+        ({"presence_penalty": float("nan")}, "must be a finite number, got nan"),
+        ({"logit_bias": [5]}, "must be an object of token ids, got a list"),
+        ({"logit_bias": {"-1": 5}}, "keys must be token ids, got '-1'"),
+        ({"logit_bias": {"05": 5}}, "keys must be token ids, got '05'"),
+        ({"logit_bias": {"٥": 5}}, "keys must be token ids"),
+        ({"logit_bias": {"9" * 5000: 5}}, "keys must be token ids"),
+        ({"bad_words": "no"}, "must be a list of strings"),
+        ({"bad_words": [5]}, "must be a list of strings"),
+        ({"allowed_token_ids": {"5": 1}}, "must be a list of token ids, got an object"),
+        ({"skip_special_tokens": 0}, "must be true or false, got 0"),
+        ({"repetition_detection": True}, "must be an object, got a boolean"),
+        ({"timeout_s": "5"}, "must be a finite number, got '5'"),
         ({"user": 5}, "must be a string, got a number"),
         ({"metadata": {"k": 1}}, "must be an object of strings"),
         ({"model": ""}, "must not be empty"),
@@ -186,6 +209,11 @@ def test_a_wrong_type_names_the_field_and_the_value(fields, words):
 
 def test_a_wrong_element_names_its_place():
     assert refusal(chat, stop_token_ids=[1, True]).param == "stop_token_ids[1]"
+    assert refusal(chat, logit_bias={"5": "much"}).param == "logit_bias.5"
+    detection = {"max_pattern_size": 1.5}
+    assert refusal(chat, repetition_detection=detection).param == (
+        "repetition_detection.max_pattern_size"
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,22 +329,26 @@ def test_a_chat_response_is_openais():
     }
 
 
-def test_a_completion_response_is_openais():
+def test_a_completion_response_is_openais_and_says_what_openai_has_no_word_for():
     body = response_body(
         COMPLETIONS, job_id="job_01abc", model="tiny", created=1.0,
-        choices=[Choice(0, "a time", "repetition")],
+        choices=[Choice(0, "a time", "repetition"), Choice(1, "a", "deadline")],
         prompt_tokens=1, cached_tokens=0, completion_tokens=2,
     )  # fmt: skip
     assert (body["id"], body["object"]) == ("cmpl-01abc", "text_completion")
     assert body["choices"] == [
-        {"index": 0, "text": "a time", "logprobs": None, "finish_reason": "stop"}
-    ]
+        {
+            "index": 0, "text": "a time", "logprobs": None, "finish_reason": "stop",
+            "stop_reason": "repetition_detected",
+        },
+        {"index": 1, "text": "a", "logprobs": None, "finish_reason": "deadline"},
+    ]  # fmt: skip
 
 
 def test_an_ending_without_text_has_no_response_body():
     for url in URLS:
         with pytest.raises(KeyError):
             response_body(
-                url, job_id="job_1", model="m", created=1, choices=[Choice(0, "", "deadline")],
+                url, job_id="job_1", model="m", created=1, choices=[Choice(0, "", "abort")],
                 prompt_tokens=1, cached_tokens=0, completion_tokens=0,
             )  # fmt: skip

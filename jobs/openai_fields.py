@@ -1,0 +1,84 @@
+"""Fields of a JSON body, each read as the type it must have; ranges are for others to check."""
+
+import math
+
+
+class BodyError(ValueError):
+    """A body that cannot be run; `param` is the field to change."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def kind(value: object) -> str:
+    """What JSON calls it."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string",
+             list: "a list", dict: "an object", type(None): "nothing"}  # fmt: skip
+    return names.get(type(value), type(value).__name__)
+
+
+def text(path: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise BodyError(path, f"{path} must be a string, got {kind(value)}")
+    return value
+
+
+def integer(path: str, value: object) -> int:
+    if type(value) is not int:  # a bool is an int to Python and a mistake to a client
+        raise BodyError(path, f"{path} must be an integer, got {value!r}")
+    return value
+
+
+def number(path: str, value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise BodyError(path, f"{path} must be a finite number, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def boolean(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise BodyError(path, f"{path} must be true or false, got {value!r}")
+    return value
+
+
+def texts(path: str, value: object) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        raise BodyError(path, f"{path} must be a string or a list of strings")
+    return tuple(values)
+
+
+def token_ids(path: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise BodyError(path, f"{path} must be a list of token ids, got {kind(value)}")
+    return tuple(integer(f"{path}[{i}]", each) for i, each in enumerate(value))
+
+
+def labels(path: str, value: object) -> None:
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise BodyError(path, f"{path} must be an object of strings")
+
+
+def logit_bias(path: str, value: object) -> tuple[tuple[int, float], ...]:
+    """Ids are the keys of a JSON object, so strings: plain decimals, each id in one spelling."""
+    if not isinstance(value, dict):
+        raise BodyError(path, f"{path} must be an object of token ids, got {kind(value)}")
+    for key in value:
+        if not key.isascii() or not key.isdecimal() or len(key) > 10 or str(int(key)) != key:
+            raise BodyError(path, f"{path} keys must be token ids, got {key[:40]!r}")
+    return tuple((int(key), number(f"{path}.{key}", bias)) for key, bias in value.items())
+
+
+def list_of_texts(path: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise BodyError(path, f"{path} must be a list of strings")
+    return tuple(value)
+
+
+def counts(path: str, value: object) -> dict[str, int]:
+    """An object of whole numbers."""
+    if not isinstance(value, dict):
+        raise BodyError(path, f"{path} must be an object, got {kind(value)}")
+    given = {name: each for name, each in value.items() if each is not None}
+    return {name: integer(f"{path}.{name}", each) for name, each in given.items()}
