@@ -11,20 +11,26 @@ from engine.kernels.registry import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one layer keeps of a token."""
+
+    num_kv_heads: int
+    head_dim: int  # of a key and of a value; the larger where they differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheShape:
     """What one block of a model's cache is made of."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerShape, ...]
     block_size: int  # tokens
     dtype: torch.dtype
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        values = self.num_layers * self.num_kv_heads * 2 * self.block_size * self.head_dim
-        return values * self.dtype.itemsize
+        values = sum(layer.num_kv_heads * 2 * layer.head_dim for layer in self.layers)
+        return values * self.block_size * self.dtype.itemsize
 
     def num_blocks(self, num_bytes: int) -> int:
         """Blocks that fit. Raises ValueError when not even one does."""
@@ -47,10 +53,14 @@ class KVCache:
         assert num_blocks >= 1
         self.shape = shape
         self.num_blocks = num_blocks
-        layer = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         # zeroed, so that even a slot read by mistake holds a number
         self.layers: list[Tensor] = [
-            allocate(layer, shape.dtype, device) for _ in range(shape.num_layers)
+            allocate(
+                (num_blocks, layer.num_kv_heads, 2, shape.block_size, layer.head_dim),
+                shape.dtype,
+                device,
+            )
+            for layer in shape.layers
         ]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], kernels: Kernels) -> None:

@@ -17,8 +17,7 @@ from engine.kernels.registry import select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
 from engine.logits_processors import TokenHistory
-from engine.models.decoder import Decoder
-from engine.models.settings import DecoderSettings
+from engine.models.model import Model, load_model
 from engine.sampler import NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -55,24 +54,19 @@ class ModelRunner:
         self.device = _device(config.device)
         self._kernels = select_kernels(self.device)
         with Checkpoint(resolve_folder(config.model)) as checkpoint:
-            settings = DecoderSettings.from_config(checkpoint.config)
             dtype = _dtype(config.dtype, self.device, checkpoint)
-            self._model = Decoder(
-                checkpoint, settings, dtype=dtype, device=self.device, kernels=self._kernels
+            self._model = load_model(
+                checkpoint, dtype=dtype, device=self.device, kernels=self._kernels
             )
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
             # a cache filled in another type holds other numbers
             self.model_id = checkpoint.fingerprint + str(dtype).encode()
-        self.vocab_size = settings.vocab_size
-        self.max_model_len = _max_model_len(config, settings)
+        self.vocab_size = self._model.vocab_size
+        self.max_model_len = _max_model_len(config, self._model)
         self._histories: WeakKeyDictionary[Sequence, TokenHistory] = WeakKeyDictionary()
         self._block_size = config.block_size
         shape = KVCacheShape(
-            num_layers=settings.num_layers,
-            num_kv_heads=settings.num_kv_heads,
-            head_dim=settings.head_dim,
-            block_size=config.block_size,
-            dtype=dtype,
+            layers=self._model.kv_layers, block_size=config.block_size, dtype=dtype
         )
         self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
@@ -202,7 +196,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, config: EngineConfig, shape: KVCacheShape) -> None:
         """One step with as many tokens, and as many rows with logits, as a plan may have."""
-        num_tokens = config.max_num_batched_tokens
+        num_tokens = min(config.max_num_batched_tokens, self.max_model_len)
         num_blocks = -(-num_tokens // shape.block_size)
         scratch = KVCache(shape, num_blocks, self.device)
         positions = torch.arange(num_tokens, device=self.device)
@@ -241,15 +235,15 @@ def _dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dty
         return DTYPES[name]
     if device.type == "cpu":
         return torch.float32
-    return checkpoint.dtype_of("model.embed_tokens.weight")
+    return checkpoint.dtype
 
 
-def _max_model_len(config: EngineConfig, settings: DecoderSettings) -> int:
+def _max_model_len(config: EngineConfig, model: Model) -> int:
     if config.max_model_len is None:
-        return settings.max_position_embeddings
-    if config.max_model_len > settings.max_position_embeddings:
+        return model.max_position_embeddings
+    if config.max_model_len > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len must be at most the model's {settings.max_position_embeddings}, "
+            f"max_model_len must be at most the model's {model.max_position_embeddings}, "
             f"got {config.max_model_len}"
         )
     return config.max_model_len

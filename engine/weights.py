@@ -18,7 +18,9 @@ files' form, not what a family does with them: that is models/.
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -203,6 +205,20 @@ class Checkpoint:
                 f"only {', '.join(sorted(DTYPES))} are read"
             )
         return DTYPES[stored]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most of the stored numbers have."""
+        counts: Counter[torch.dtype] = Counter()
+        for name in self._file_of:
+            counts[self.dtype_of(name)] += math.prod(self._find(name).get_shape())
+        return counts.most_common(1)[0][0]
+
+    def take_all(self) -> dict[str, Tensor]:
+        """Every tensor by name, as `take` gives it."""
+        return {
+            name: self.take(name, tuple(self._find(name).get_shape())) for name in self._file_of
+        }
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

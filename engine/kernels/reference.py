@@ -17,6 +17,8 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,  # a token sees itself and the window - 1 tokens before it
+    softcap: float | None = None,  # scores s become softcap × tanh(s / softcap)
+    sinks: Tensor | None = None,  # [H] one more score for each head, of a key without a value
 ) -> Tensor:  # [T, H, D]
     """Causal attention of each query token over its own sequence's cached keys and values.
 
@@ -24,7 +26,8 @@ def paged_attention(
     case: the query length is the prompt's, a part of it, or 1. Slots past a sequence's length are
     never read: a stale NaN in them cannot leak.
 
-    Source: Kwon et al. 2023 (PagedAttention), section 4.1.
+    Source: Kwon et al. 2023 (PagedAttention), section 4.1. The soft cap is Gemma 2's (Gemma Team
+    2024), the sinks are gpt-oss' (after Xiao et al. 2023).
     """
     num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
     out = torch.empty_like(query)
@@ -49,14 +52,16 @@ def paged_attention(
         held = gathered.view(num_kv_heads, 2, -1, kv_cache.shape[4])
         origin = first_block * block_size  # the position of held[..., 0, :]
         held = held[:, :, first - origin : seq_len - origin]
-        out[chunk] = _attend(query[chunk], held, first, scale, sliding_window)
+        if softcap is None and sinks is None:
+            out[chunk] = _attend(query[chunk], held, scale, sliding_window)
+        else:
+            out[chunk] = _attend_openly(query[chunk], held, scale, sliding_window, softcap, sinks)
     return out
 
 
 def _attend(
     query: Tensor,  # [query_len, H, D] the last tokens of the sequence
-    held: Tensor,  # [H_kv, 2, held_len, D] keys and values from position `first` to the end
-    first: int,
+    held: Tensor,  # [H_kv, 2, held_len, D] the last keys and values, all that a query may see
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:  # [query_len, H, D]
@@ -67,12 +72,7 @@ def _attend(
         packed = query.float().view(1, held.shape[0], -1, head_dim)
         attended = F.scaled_dot_product_attention(packed, keys, values, scale=scale)
         return attended.view(1, num_heads, head_dim).to(query.dtype)
-    end = first + held.shape[2]
-    query_at = torch.arange(end - query_len, end, device=query.device).unsqueeze(1)
-    key_at = torch.arange(first, end, device=query.device)
-    visible = key_at <= query_at
-    if sliding_window is not None:
-        visible &= key_at > query_at - sliding_window
+    visible = _visible(query_len, held.shape[2], sliding_window, query.device)
     attended = F.scaled_dot_product_attention(
         query.float().transpose(0, 1).unsqueeze(0),
         keys,
@@ -82,6 +82,44 @@ def _attend(
         enable_gqa=True,
     )
     return attended.squeeze(0).transpose(0, 1).to(query.dtype)
+
+
+def _attend_openly(
+    query: Tensor,  # [query_len, H, D], as in `_attend`
+    held: Tensor,  # [H_kv, 2, held_len, D]
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,  # [H]
+) -> Tensor:  # [query_len, H, D]
+    """`_attend` with its scores in the open, for what PyTorch's own attention does not compute."""
+    query_len, num_heads, head_dim = query.shape
+    keys, values = held.float().unbind(1)
+    grouped = query.float().view(query_len, held.shape[0], -1, head_dim)
+    scores = torch.einsum("qhgd,hkd->hgqk", grouped, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = _visible(query_len, held.shape[2], sliding_window, query.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(-1, -1, query_len, 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    attended = torch.einsum("hgqk,hkd->qhgd", weights, values)
+    return attended.reshape(query_len, num_heads, head_dim).to(query.dtype)
+
+
+def _visible(
+    query_len: int, held_len: int, sliding_window: int | None, device: torch.device
+) -> Tensor:  # [query_len, held_len] bool
+    """Which held tokens each query token may see; the queries are the last of those held."""
+    query_at = torch.arange(held_len - query_len, held_len, device=device).unsqueeze(1)
+    key_at = torch.arange(held_len, device=device)
+    visible = key_at <= query_at
+    if sliding_window is not None:
+        visible &= key_at > query_at - sliding_window
+    return visible
 
 
 def store_kv(

@@ -26,6 +26,8 @@ class PagedAttention(Protocol):
         *,
         scale: float,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.memory import allocate
 from engine.kernels.registry import Kernels
+from engine.kv_cache import LayerShape
 from engine.layers.attention import Attention, AttentionMetadata
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -49,7 +50,10 @@ class Decoder:
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
         loader = _Loader(checkpoint, settings, dtype, device, kernels)
-        self.settings = settings
+        self.vocab_size = settings.vocab_size
+        self.max_position_embeddings = settings.max_position_embeddings
+        kept = LayerShape(num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim)
+        self.kv_layers = (kept,) * settings.num_layers
         self.embedding = Embedding(
             loader.tensor("model.embed_tokens.weight", settings.vocab_size, settings.hidden_size)
         )

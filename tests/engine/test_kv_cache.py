@@ -2,9 +2,17 @@ import pytest
 import torch
 
 from engine.kernels.registry import REFERENCE
-from engine.kv_cache import KVCache, KVCacheShape
+from engine.kv_cache import KVCache, KVCacheShape, LayerShape
 
-SHAPE = KVCacheShape(num_layers=3, num_kv_heads=2, head_dim=5, block_size=4, dtype=torch.bfloat16)
+SHAPE = KVCacheShape(
+    layers=(
+        LayerShape(num_kv_heads=2, head_dim=5),
+        LayerShape(num_kv_heads=1, head_dim=8),
+        LayerShape(num_kv_heads=2, head_dim=5),
+    ),
+    block_size=4,
+    dtype=torch.bfloat16,
+)
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:  # [T, H, D] float64
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
@@ -30,8 +32,12 @@ def paged_attention(
                 for i, at in enumerate(range(start, position + 1)):
                     block = block_tables[n, at // block_size].item()
                     keys[i], values[i] = kv_cache[block, kv_head, :, at % block_size].double()
-                weights = (keys @ query[t, head].double() * scale).softmax(0)
-                out[t, head] = weights @ values
+                scores = keys @ query[t, head].double() * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = scores.exp()
+                total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+                out[t, head] = weights @ values / total
     return out
 
 

@@ -68,6 +68,8 @@ def attention_case(draw, dtype, device):
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=device),
         "scale": head_dim**-0.5,
         "sliding_window": draw.choice((None, 1, draw.randint(1, 70))),
+        "softcap": draw.choice((None, draw.uniform(0.5, 5))),
+        "sinks": draw.choice((None, normal(num_kv_heads * group, dtype=dtype, device=device))),
     }
 
 

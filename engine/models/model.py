@@ -1,0 +1,58 @@
+"""What the engine asks of a model, and which of the two tiers computes a checkpoint.
+
+Tier 1 is this project's own lean decoder. What it does not express, tier 2 runs as transformers
+wrote it, with attention and the KV cache of this engine. docs/models.md lists both.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.registry import Kernels
+from engine.kv_cache import LayerShape
+from engine.layers.attention import AttentionMetadata
+from engine.models.decoder import Decoder
+from engine.models.settings import DecoderSettings
+from engine.weights import Checkpoint, UnsupportedModelError
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    vocab_size: int
+    max_position_embeddings: int  # tokens of the longest sequence
+    kv_layers: tuple[LayerShape, ...]
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [T] int64, in [0, vocab)
+        positions: Tensor,  # [T] int64, of each token in its own sequence
+        metadata: AttentionMetadata,
+        kv_caches: Sequence[Tensor],  # of each layer, changed
+        logit_rows: Tensor,  # [R] int64, the tokens of the batch whose logits are wanted
+    ) -> Tensor:  # [R, vocab] float32
+        ...
+
+
+def load_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> Model:
+    """Raises a CheckpointError that names what cannot be computed, or is missing or too much."""
+    for name in ("quantization_config", "compression_config"):
+        if checkpoint.config.get(name):
+            raise UnsupportedModelError(
+                f"{name} is not supported: {checkpoint.config[name]!r:.200}"
+            )
+    try:
+        settings = DecoderSettings.from_config(checkpoint.config)
+    except UnsupportedModelError as tier_1:
+        # transformers takes seconds to import, and tier 1 does without
+        from engine.models.hf_decoder import HFDecoder
+
+        try:
+            return HFDecoder(checkpoint, dtype=dtype, device=device, kernels=kernels)
+        except UnsupportedModelError as tier_2:
+            raise tier_2 from tier_1
+    return Decoder(checkpoint, settings, dtype=dtype, device=device, kernels=kernels)
