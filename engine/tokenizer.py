@@ -14,22 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from engine.chat_template import ChatTemplate
 from engine.sampling_params import ParameterError
+from engine.tokenizer_files import TokenizerFiles
 
-# a named token of tokenizer_config.json; also a variable of the chat template
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 # two private-use code points stand for a masked string, see Tokenizer.encode_chat
 _ESCAPE = "\U000f0000"
 _FIRST_CODE = 0xF0001
@@ -46,10 +36,6 @@ class NoChatTemplateError(ParameterError):
         super().__init__(
             "messages", "this model has no chat template; send a prompt to /v1/completions"
         )
-
-
-class TokenizerError(ValueError):
-    """A checkpoint folder's tokenizer files cannot be used; the message names the file."""
 
 
 class Tokenizer:
@@ -89,31 +75,14 @@ class Tokenizer:
 
         Raises TokenizerError, or ChatTemplateError when the chat template does not compile.
         """
-        folder = Path(folder)
-        model_config = _read_json(folder / "config.json", required=True)
-        model_config = model_config.get("text_config") or model_config
-        generation_config = _read_json(folder / "generation_config.json")
-        config = _read_json(folder / "tokenizer_config.json")
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(f"{path} is missing")
-        try:
-            rust = RustTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
-        rust.no_truncation()
-        rust.no_padding()
-        named = {
-            name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None
-        }
-        _add_missing_tokens(rust, config, named)
+        files = TokenizerFiles.read(Path(folder))
         return cls(
-            rust,
-            vocab_size=_positive_int(model_config, "vocab_size", folder),
-            max_model_len=_positive_int(model_config, "max_position_embeddings", folder),
-            eos_token_ids=_eos_token_ids(rust, generation_config, model_config, named),
-            named_tokens=named,
-            chat_template=_chat_template_source(folder, config),
+            files.rust,
+            vocab_size=files.vocab_size,
+            max_model_len=files.max_model_len,
+            eos_token_ids=files.eos_token_ids,
+            named_tokens=files.named_tokens,
+            chat_template=files.chat_template,
         )
 
     @property
@@ -317,75 +286,3 @@ def _merges_without(merges: list[Any], markers: Mapping[str, str]) -> Iterator[A
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         if not {left, right, left + right} & markers.keys():
             yield merge
-
-
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        if required:
-            raise TokenizerError(f"{path} is missing")
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object")
-    return value
-
-
-def _content(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json: a string, or an object with its flags."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
-
-
-def _positive_int(config: dict[str, Any], name: str, folder: Path) -> int:
-    value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise TokenizerError(f"{folder / 'config.json'}: {name} must be at least 1, got {value!r}")
-    return value
-
-
-def _add_missing_tokens(
-    rust: RustTokenizer, config: dict[str, Any], named: Mapping[str, str]
-) -> None:
-    """Add what tokenizer_config.json names and tokenizer.json lacks, in the order of ids."""
-    known = {token.content for token in rust.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
-    for _, flags in sorted(listed.items(), key=lambda item: int(item[0])):
-        if flags["content"] not in known:
-            rust.add_tokens([AddedToken(**flags)])
-            known.add(flags["content"])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    for text in [*named.values(), *map(_content, extra)]:
-        if text is not None and text not in known:
-            rust.add_special_tokens([text])
-            known.add(text)
-
-
-def _eos_token_ids(
-    rust: RustTokenizer,
-    generation_config: dict[str, Any],
-    model_config: dict[str, Any],
-    named: Mapping[str, str],
-) -> frozenset[int]:
-    """The ids that end a generation: the generation config's, and the tokenizer's own.
-
-    Both, because chat checkpoints are known to name the end of a turn in only one of the two.
-    """
-    listed = generation_config.get("eos_token_id", model_config.get("eos_token_id"))
-    ids = {listed} if isinstance(listed, int) else set(listed or ())
-    if "eos_token" in named:
-        ids.add(rust.token_to_id(named["eos_token"]))
-    return frozenset(ids)
-
-
-def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text("utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source if isinstance(source, str) else None

@@ -13,7 +13,8 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from engine.config import EngineConfig
-from engine.tokenizer import Tokenizer, TokenizerError
+from engine.tokenizer import Tokenizer
+from engine.tokenizer_files import TokenizerError
 from jobs.database import Database
 from jobs.events import Channel, Publisher, Subscription
 from jobs.records import WorkerInfo

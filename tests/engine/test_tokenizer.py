@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.sampling_params import ParameterError
-from engine.tokenizer import Tokenizer, TokenizerError
+from engine.tokenizer import Tokenizer
+from engine.tokenizer_files import TokenizerError
 from tests.engine.tokenizers_on_disk import KINDS, byte_level, write
 
 TEXTS = [
