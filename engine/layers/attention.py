@@ -30,14 +30,15 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # the first part of each head, which is turned
     sliding_window: int | None
     kernels: Kernels
 
     def __call__(
         self,
         x: Tensor,  # [T, hidden]
-        cos: Tensor,  # [T, D // 2]
-        sin: Tensor,  # [T, D // 2]
+        cos: Tensor,  # [T, rotary_dim // 2]
+        sin: Tensor,  # [T, rotary_dim // 2]
         kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] of this layer, changed
         metadata: AttentionMetadata,
     ) -> Tensor:  # [T, hidden]
@@ -46,7 +47,7 @@ class Attention:
         key, value = heads[:, self.num_heads :].chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        self.kernels.rotary(query, key, cos, sin)
+        self.kernels.rotary(query[..., : self.rotary_dim], key[..., : self.rotary_dim], cos, sin)
         self.kernels.store_kv(key, value, kv_cache, metadata.slot_mapping)
         attended = self.kernels.paged_attention(
             query,

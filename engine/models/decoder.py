@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, SmolLM, Mistral, Qwen2 and Qwen3 are settings of it.
+"""The decoder of the Llama family: Llama, Mistral, Phi-3, Qwen2 and Qwen3 are settings of it.
 
 Pre-norm transformer (Touvron et al. 2023) over a flat batch [T]: tokens of many sequences end to
 end, told apart by the attention metadata alone. Knows nothing of sequences or phases.
@@ -58,7 +58,7 @@ class Decoder:
             loader.tensor("model.embed_tokens.weight", settings.vocab_size, settings.hidden_size)
         )
         self.rotary = RotaryEmbedding(
-            settings.head_dim, settings.rope_theta, settings.rope_scaling, device
+            settings.rotary_dim, settings.rope_theta, settings.rope_scaling, device
         )
         self.layers = [loader.layer(i) for i in range(settings.num_layers)]
         self.norm = loader.norm("model.norm", settings.hidden_size)
@@ -120,6 +120,9 @@ class _Loader:
             f"{attention}.v_proj": kv_rows,
         }
         gate_up = dict.fromkeys((f"{mlp}.gate_proj", f"{mlp}.up_proj"), s.intermediate_size)
+        if s.fused:
+            qkv = {f"{attention}.qkv_proj": query_rows + 2 * kv_rows}
+            gate_up = {f"{mlp}.gate_up_proj": 2 * s.intermediate_size}
         down = {f"{mlp}.down_proj": s.hidden_size}
         return DecoderLayer(
             attention_norm=self.norm(f"{prefix}.input_layernorm", s.hidden_size),
@@ -131,6 +134,7 @@ class _Loader:
                 num_heads=s.num_heads,
                 num_kv_heads=s.num_kv_heads,
                 head_dim=s.head_dim,
+                rotary_dim=s.rotary_dim,
                 sliding_window=s.sliding_windows[index],
                 kernels=self.kernels,
             ),

@@ -145,16 +145,19 @@ def test_add_rms_norm_changes_the_residual_and_norms_it(kernels, device, dtype, 
 
 def test_rotary_turns_each_pair_in_place(kernels, device, dtype, draw):
     tokens, heads, kv_heads = draw.randint(1, 30), draw.randint(1, 9), draw.randint(1, 4)
-    dim = 2 * draw.randint(1, 64)
-    fused = normal(tokens, heads + kv_heads + 1, dim, dtype=dtype, device=device)
-    query, key, rest = fused[:, :heads], fused[:, heads:-1], fused[:, -1:].clone()
+    dim, beyond = 2 * draw.randint(1, 64), draw.choice((0, 6))
+    fused = normal(tokens, heads + kv_heads + 1, dim + beyond, dtype=dtype, device=device)
+    # as a layer hands them over: the first part of each head, between heads that are not turned
+    query, key = fused[:, :heads, :dim], fused[:, heads:-1, :dim]
+    rest = fused[:, -1:].clone(), fused[..., dim:].clone()
     angle = torch.rand(tokens, dim // 2, device=device) * 100
     cos, sin = angle.cos(), angle.sin()
     expected = [oracle.rotary(x.cpu(), cos.cpu(), sin.cpu()) for x in (query, key)]
     kernels.rotary(query, key, cos, sin)
     for found, wanted in zip((query, key), expected, strict=True):
         torch.testing.assert_close(found.cpu().double(), wanted, **oracle.tolerance(dtype))
-    assert torch.equal(fused[:, -1:], rest)
+    assert torch.equal(fused[:, -1:], rest[0])
+    assert torch.equal(fused[..., dim:], rest[1])
 
 
 def test_silu_mul_equals_float64(kernels, device, dtype, draw):

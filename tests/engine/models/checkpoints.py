@@ -8,6 +8,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -46,6 +48,51 @@ CONFIGS = {
             "original_max_position_embeddings": 64,
         },
     ),
+    "llama, stretched linearly": lambda: LlamaConfig(
+        **SIZE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "llama, to be stretched past its context": lambda: LlamaConfig(
+        **SIZE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "qwen2, stretched by yarn": lambda: Qwen2Config(
+        **SIZE,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama, stretched by yarn with settings of its own": lambda: LlamaConfig(
+        **SIZE,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "phi3": lambda: Phi3Config(**SIZE, pad_token_id=0),
+    "phi3, window of 11, part of each head turned by longrope, tied": lambda: Phi3Config(
+        **SIZE,
+        pad_token_id=0,
+        sliding_window=11,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=128,
+        partial_rotary_factor=0.75,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.5, 3.0],
+            "long_factor": [2.0, 7.0, 9.0],
+        },
+    ),
     "mistral, window of 11": lambda: MistralConfig(**SIZE, sliding_window=11),
     "mistral, no window": lambda: MistralConfig(**SIZE, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**SIZE, tie_word_embeddings=False),
@@ -61,6 +108,7 @@ CONFIGS = {
 CLASSES = {
     LlamaConfig: LlamaForCausalLM,
     MistralConfig: MistralForCausalLM,
+    Phi3Config: Phi3ForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
 }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.models.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from tests.engine.models.checkpoints import CONFIGS, write_checkpoint
 from tests.engine.models.equality import (
@@ -23,7 +24,9 @@ def models(request, tmp_path_factory):
     """The same model in transformers and here."""
     folder = tmp_path_factory.mktemp("checkpoint")
     expected = write_checkpoint(request.param, folder)
-    return expected, a_runner(folder)
+    runner = a_runner(folder)
+    assert isinstance(runner._model, Decoder)
+    return expected, runner
 
 
 @pytest.mark.parametrize("largest_chunk", [4, 100])

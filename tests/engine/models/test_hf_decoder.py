@@ -10,6 +10,7 @@ from transformers import AttentionInterface, GenerationConfig
 from transformers.models.mistral import modeling_mistral
 
 from engine.models import hf_guard
+from engine.models.hf_decoder import HFDecoder
 from engine.sampling_params import SamplingParams
 from engine.step_plan import ScheduledSequence
 from engine.weights import (
@@ -51,7 +52,9 @@ def models(request, tmp_path_factory):
     """The same model in transformers and here."""
     folder = tmp_path_factory.mktemp("checkpoint")
     expected = write(request.param, folder, **TIER_2[request.param])
-    return expected, a_runner(folder)
+    runner = a_runner(folder)
+    assert isinstance(runner._model, HFDecoder)
+    return expected, runner
 
 
 def test_logits_equal_transformers_in_any_packing(models):

@@ -15,6 +15,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
 
 
 def config(name, **changes):
@@ -86,6 +92,34 @@ def test_the_stretching_of_llama_3_is_read_from_both_forms():
     assert settings.rope_scaling.original_max_position_embeddings == 64
 
 
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"rope_parameters": LONGROPE}, 64),
+        ({"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}, 32),
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 512}}, 256),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 256),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 256),
+    ],
+    ids=str,
+)
+def test_a_sequence_ends_where_the_angles_of_its_cached_keys_would_change(changes, longest):
+    settings = DecoderSettings.from_config(config("llama", **changes))
+    assert settings.max_position_embeddings == longest
+
+
+def test_phi_3_says_longrope_by_its_first_name_too():
+    named = [
+        config("phi3", rope_parameters=LONGROPE | {"rope_type": name}, sliding_window=9)
+        for name in ("longrope", "su")
+    ]
+    first, second = map(DecoderSettings.from_config, named)
+    assert first == second
+    assert first.sliding_windows == (9, 9)
+    with pytest.raises(UnsupportedModelError, match="yarn"):
+        DecoderSettings.from_config(config("phi3", rope_parameters={"rope_type": "yarn"}))
+
+
 def test_absent_settings_have_the_defaults_of_their_family():
     absent = ("rope_parameters", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act")
     changes = dict.fromkeys((*absent, "tie_word_embeddings", "attention_bias"), ...)
@@ -93,6 +127,8 @@ def test_absent_settings_have_the_defaults_of_their_family():
     assert (llama.rope_theta, llama.num_kv_heads, llama.head_dim) == (10_000.0, 6, 8)
     assert (llama.rms_norm_eps, llama.tie_word_embeddings, llama.qkv_bias) == (1e-6, False, False)
     assert DecoderSettings.from_config(config("qwen3", **changes)).head_dim == 128
+    phi3 = DecoderSettings.from_config(config("phi3", **changes, sliding_window=...))
+    assert (phi3.rms_norm_eps, phi3.sliding_windows) == (1e-5, (None, None))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +138,13 @@ def test_absent_settings_have_the_defaults_of_their_family():
         ({"architectures": [7]}, "7"),
         ({"model_type": "mistral"}, "model_type 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act.*'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type.*'yarn'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type.*'proportional'"),
+        ({"rope_parameters": {"rope_type": "su"}}, "rope_type.*'su'"),
         (
-            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_type.*'linear'",
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "beta_fast": 2.0}},
+            "beta_fast",
         ),
+        ({"rope_parameters": {"rope_type": "yarn", "finetuned": True}}, "finetuned"),
         ({"rope_parameters": {"rope_type": ["default"]}}, "rope_type"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
@@ -145,6 +182,11 @@ def test_a_mistral_with_mixed_layers_is_refused():
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta.*'big'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor.*None"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor.*None"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_theta.*1"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor.*None"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0] * 3}}, "short_factor.*4.*3"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0, 0.0]}}, "short_factor.*0.0"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"layer_types": ["full_attention"]}, "layer_types"),

@@ -1,0 +1,41 @@
+"""Values of a config.json, checked one by one; MalformedCheckpointError names what is wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.weights import MalformedCheckpointError
+
+
+def count(
+    config: Mapping[str, Any],
+    name: str,
+    missing: int | None = None,  # what an absent key means
+    null: int | None = None,  # what a null means
+    *,
+    least: int = 1,
+) -> int:
+    value = config.get(name, missing)
+    if value is None:
+        value = null
+    if type(value) is not int or not least <= value < 2**31:
+        raise MalformedCheckpointError(
+            f"{name} must be an integer of at least {least}, got {value!r}"
+        )
+    return value
+
+
+def positive(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise MalformedCheckpointError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise MalformedCheckpointError(f"{name} must be true or false, got {value!r}")
+    return value
