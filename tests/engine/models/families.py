@@ -136,22 +136,35 @@ def write(model_type: str, folder: Path, **changes: object) -> PreTrainedModel:
     return model
 
 
-# model_type -> what differs from SIZE, and what the refusal says
+# why a family is refused, as docs/models.md says it -> what the error says
+REASONS = {
+    "attends in code of its own": "must ask transformers' attention interface.* 0 calls",
+    "asks for attention twice a layer": "must ask transformers' attention interface.* 4 calls",
+    "has layers with a state of their own": "layer type '(conv|linear_attention)'",
+    "attends in chunks": "layer type 'chunked_attention'",
+    "masks what its attention sees": "logits over a paged cache differ",
+}
+# model_type -> what differs from SIZE, and the reason
 REFUSED = {
-    "bart": ({}, "must ask.* 12 calls"),
-    "bert": ({"is_decoder": False}, "logits over a paged cache differ"),
-    "bloom": ({}, "must ask.* 0 calls"),
-    "diffllama": ({}, "must ask.* 4 calls"),
-    "doge": ({}, "logits over a paged cache differ"),
-    "falcon": ({"head_dim": ...}, "must ask.* 0 calls"),
-    "gpt_neo": ({"attention_types": [[["global", "local", "global"], 1]]}, "must ask.* 0 calls"),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layer type 'conv'"),
-    "llama4_text": ({}, "layer type 'chunked_attention'"),
-    "mamba": ({}, "layer type 'linear_attention'"),
-    "minimax": ({}, "layer type 'linear_attention'"),
-    "mpt": ({}, "must ask.* 0 calls"),
-    "qwen3_next": ({}, "layer type 'linear_attention'"),
-    "recurrent_gemma": ({}, "layer type 'linear_attention'"),
-    "rwkv": ({}, "must ask.* 0 calls"),
-    "xglm": ({}, "must ask.* 0 calls"),
+    "bert": ({"is_decoder": False}, "masks what its attention sees"),
+    "bloom": ({}, "attends in code of its own"),
+    "diffllama": ({}, "asks for attention twice a layer"),
+    "doge": ({}, "masks what its attention sees"),
+    "falcon": ({"head_dim": ...}, "attends in code of its own"),
+    "gpt_neo": (
+        {"attention_types": [[["global", "local", "global"], 1]]},
+        "attends in code of its own",
+    ),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "has layers with a state of their own",
+    ),
+    "llama4_text": ({}, "attends in chunks"),
+    "mamba": ({}, "has layers with a state of their own"),
+    "minimax": ({}, "has layers with a state of their own"),
+    "mpt": ({}, "attends in code of its own"),
+    "qwen3_next": ({}, "has layers with a state of their own"),
+    "recurrent_gemma": ({}, "has layers with a state of their own"),
+    "rwkv": ({}, "attends in code of its own"),
+    "xglm": ({}, "attends in code of its own"),
 }

@@ -28,7 +28,7 @@ from tests.engine.models.equality import (
     prompts,
     run_all,
 )
-from tests.engine.models.families import REFUSED, TIER_2, build, write, write_config
+from tests.engine.models.families import MIXED, REASONS, REFUSED, TIER_2, build, write, write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,7 +89,8 @@ def change_tensors(folder, change):
 def test_what_keeps_state_elsewhere_is_refused_by_name(model_type, tmp_path):
     changes, reason = REFUSED[model_type]
     name = write_config(model_type, tmp_path, **changes)
-    with pytest.raises(UnsupportedModelError, match=f"{name} cannot be served: .*{reason}"):
+    message = f"{name} cannot be served: .*{REASONS[reason]}"
+    with pytest.raises(UnsupportedModelError, match=message):
         a_runner(tmp_path)
 
 
@@ -219,6 +220,19 @@ def test_half_precision_gives_nearly_the_same_logits(tmp_path):
     found = runner.logits([ScheduledSequence(sequence, sequence.num_tokens)])
     assert found.dtype == torch.float32
     assert 0 < (found - expected).abs().max() < 0.1 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", {"hidden_act": "gelu"}), ("mistral", {"layer_types": MIXED})],
+)
+def test_what_the_lean_decoder_does_not_express_of_its_families_is_run_too(
+    model_type, changes, tmp_path
+):
+    model = write(model_type, tmp_path, **changes)
+    runner = a_runner(tmp_path)
+    assert isinstance(runner._model, HFDecoder)
+    check_logits_in_any_packing(model, runner, largest_chunk=13)
 
 
 def test_a_sequence_may_not_grow_past_the_length_where_all_angles_change(tmp_path):
