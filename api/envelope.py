@@ -4,12 +4,13 @@ The body inside (`jobs.openai`, `SamplingParams`) is checked by `api.door`. Type
 is no number, 1.0 is no integer, and an unknown field is refused by name.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from api.errors import BadRequest, as_predicate
+from api.errors import BadRequest
 
 MAX_CUSTOM_ID_BYTES = 256
 MAX_METADATA = 16
@@ -60,8 +61,14 @@ def read_envelope(value: object) -> Envelope:
         raise BadRequest(f"{param} is not a field of a job", param=param, code="unknown_field")
     if first["type"] == "missing":
         raise BadRequest(f"{param} is required", param=param)
-    message = f"{param} {as_predicate(first['msg'])}, got {_brief(first['input'])}"
+    message = f"{param} {_as_predicate(first['msg'])}, got {_brief(first['input'])}"
     raise BadRequest(message, param=param)
+
+
+def _as_predicate(message: str) -> str:
+    """A sentence of pydantic ("Input should be …") as the end of one of ours ("must be …")."""
+    message = re.sub(r"^[A-Z]\w+ should ", "must ", message).removesuffix(", not more")
+    return message.replace("a valid dictionary", "an object").replace(" after validation", "")
 
 
 def _brief(value: object) -> str:

@@ -11,11 +11,8 @@
 Knows HTTP only; what is wrong with a job is decided elsewhere.
 """
 
-import re
-
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -103,7 +100,6 @@ def install(app: FastAPI) -> None:
     """Answer every refusal of ours, of FastAPI and of the router in the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_query_error)
 
 
 def _on_api_error(request: Request, error: Exception) -> Response:
@@ -127,16 +123,3 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
         refusal.type = "invalid_request_error" if error.status_code < 500 else "server_error"
     refusal.headers.update(headers)
     return error_response(refusal)
-
-
-def _on_query_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    return error_response(BadRequest(f"{param} {as_predicate(first['msg'])}", param=param))
-
-
-def as_predicate(message: str) -> str:
-    """A sentence of pydantic ("Input should be …") as the end of one of ours ("must be …")."""
-    message = re.sub(r"^[A-Z]\w+ should ", "must ", message).removesuffix(", not more")
-    return message.replace("a valid dictionary", "an object").replace(" after validation", "")

@@ -9,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.http import Protocol
 from api.services import Services
 from jobs.settings import Settings
 
@@ -28,6 +29,8 @@ class Server(uvicorn.Server):
             app,
             host=settings.host,
             port=settings.port,
+            http=Protocol,
+            ws="none",
             backlog=MAX_CONNECTIONS_WAITING,
             log_config=None,
             access_log=False,

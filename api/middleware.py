@@ -8,18 +8,21 @@ import uuid
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import internal_error
+from api.errors import BadRequest, error_response, internal_error
 
 logger = logging.getLogger(__name__)
 
 
-class Edge:
-    """Stamps `x-request-id` on each reply and turns an unforeseen exception into a plain 500.
+def new_request_id() -> str:
+    """Always made here: a client's own `x-request-id` may repeat, ours must not."""
+    return f"req_{uuid.uuid4().hex}"
 
-    The id is always made here: a client's own `x-request-id` may repeat, ours must not.
-    """
+
+class Edge:
+    """Stamps `x-request-id` on each reply and turns an unforeseen exception into a plain 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -28,7 +31,7 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = f"req_{uuid.uuid4().hex}"
+        request_id = new_request_id()
         started = False
 
         async def stamped(message: Message) -> None:
@@ -41,6 +44,9 @@ class Edge:
             await send(message)
 
         try:
+            if _has_two_lengths(scope):
+                await _two_lengths()(scope, receive, stamped)
+                return
             await self.app(scope, receive, stamped)
         except ClientDisconnect:
             return  # nobody is there to answer
@@ -49,3 +55,18 @@ class Edge:
             if started:
                 raise  # half a reply is out: only a broken connection tells the client so
             await internal_error()(scope, receive, stamped)
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    """Whether a proxy in front may have read another length than we do (RFC 9112, 6.1)."""
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
+
+
+def _two_lengths() -> Response:
+    error = BadRequest(
+        "content-length and transfer-encoding must not both be given",
+        param="content-length",
+        code="invalid_http",
+    )
+    error.headers["connection"] = "close"  # where the next request begins is in doubt
+    return error_response(error)

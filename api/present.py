@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from jobs.forecast import Forecast, forecast
-from jobs.lifecycle import TERMINAL, JobState
+from jobs.lifecycle import JobState
 from jobs.records import JobRecord
 
 
@@ -15,8 +15,8 @@ class Presenter:
     """Builds job objects. Keeps each model's last forecast. Threads may share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._forecasts: dict[str, Forecast] = {}
+        self._making: dict[str, threading.Lock] = {}
 
     def objects(
         self, records: Sequence[JobRecord], connection: Connection, now: float
@@ -26,7 +26,7 @@ class Presenter:
             for model in {record.model for record in records if not record.ended}
         }
         return [
-            job_object(record, None, None)
+            job_object(record)
             if record.ended
             else job_object(
                 record,
@@ -39,15 +39,26 @@ class Presenter:
     def _forecast(
         self, connection: Connection, model: str, records: Sequence[JobRecord], now: float
     ) -> Forecast:
-        """One that is fresh enough, and knows the given jobs even if they came after it."""
-        with self._lock:
-            earlier = self._forecasts.get(model)
-        seen = forecast(connection, model, now, earlier)
-        if seen is earlier and (newer := [job for job in records if _joined(job, model, seen)]):
-            seen = seen.with_jobs(newer)
-        with self._lock:
-            self._forecasts[model] = seen
-        return seen
+        """One that is fresh enough, and knows the given jobs even if they came after it.
+
+        While one thread makes a new one the others go on with the earlier: under many calls each
+        would else read the whole queue, all at the same time.
+        """
+        earlier = self._forecasts.get(model)
+        making = self._making.setdefault(model, threading.Lock())
+        if making.acquire(blocking=earlier is None):
+            try:
+                seen = forecast(connection, model, now, self._forecasts.get(model))
+                self._forecasts[model] = seen
+            finally:
+                making.release()
+        else:
+            assert earlier is not None
+            seen = earlier
+        joined = seen.with_jobs(job for job in records if _joined(job, model, seen))
+        if joined is not seen:
+            self._forecasts[model] = joined
+        return joined
 
 
 def _joined(record: JobRecord, model: str, seen: Forecast) -> bool:
@@ -57,7 +68,9 @@ def _joined(record: JobRecord, model: str, seen: Forecast) -> bool:
 
 
 def job_object(
-    record: JobRecord, queue_position: int | None, eta_s: tuple[float, float] | None
+    record: JobRecord,
+    queue_position: int | None = None,
+    eta_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Every field is listed: nothing of the row is shown that is not meant to be."""
     response = None
@@ -88,7 +101,3 @@ def job_object(
         "usage": record.usage,
         "timings": record.timings,
     }
-
-
-def is_ended(job: dict[str, Any]) -> bool:
-    return job["status"] in TERMINAL

@@ -77,10 +77,11 @@ class Forecast:
         return len(self._queue)
 
     def with_jobs(self, jobs: Iterable[JobRecord]) -> "Forecast":
-        """The same with jobs that joined the queue since."""
-        known = {key[-1] for key in self._keys}
-        new = [_place(job) for job in jobs if job.id not in known]
-        return Forecast(self.taken_at, self.pace, [*self._queue, *new])
+        """The same with jobs that joined the queue since; itself when it knows them all."""
+        places = [_place(job) for job in jobs if self.position(job) is None]
+        if len(self) == MAX_POSITION:
+            places = [place for place in places if place.key < self._keys[-1]]
+        return Forecast(self.taken_at, self.pace, [*self._queue, *places]) if places else self
 
     def position(self, job: JobRecord) -> int | None:
         """1 is next; None for a job that is not queued, or further back than MAX_POSITION."""
@@ -251,6 +252,13 @@ class Backlog:
     oldest_created_at: float
     prompt_tokens: int
     max_tokens: int
+
+    def __add__(self, other: "Backlog") -> "Backlog":
+        return Backlog(
+            min(self.oldest_created_at, other.oldest_created_at),
+            self.prompt_tokens + other.prompt_tokens,
+            self.max_tokens + other.max_tokens,
+        )
 
 
 def backlogs(connection: Connection) -> dict[str, Backlog]:

@@ -87,7 +87,7 @@ class JobRecord:
     batch_id: str | None
     url: str
     model: str
-    body: dict[str, Any]
+    body: dict[str, Any] | None  # None where it was not read
     priority: int
     deadline_at: float | None
     max_attempts: int

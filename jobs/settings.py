@@ -129,7 +129,10 @@ class Settings:
         30.0, "After SIGTERM a worker finishes jobs for this long, then hands the rest back.",
         unit="seconds", low=0, high=86_400,
     )  # fmt: skip
-    max_attempts: int = _setting(5, "Claims of one job before it fails.", low=1, high=100)
+    max_attempts: int = _setting(
+        5, "Claims of one job before it fails; those handed back in good order do not count.",
+        low=1, high=100,
+    )  # fmt: skip
     max_crashes: int = _setting(
         3, "Engine crashes with one job before it is failed as poisoned.", low=1, high=100
     )

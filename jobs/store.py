@@ -16,6 +16,7 @@ from sqlalchemy import (
     func,
     insert,
     literal_column,
+    null,
     select,
     tuple_,
     update,
@@ -42,6 +43,8 @@ __all__ = [
 
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
 _RECORD = tuple(jobs.c[name] for name in RECORD_COLUMNS)
+# a page of lists may be a thousand prompts of a megabyte each, which nobody asked for
+_LISTED = tuple(null().label("body") if column.name == "body" else column for column in _RECORD)
 
 
 class StoreError(Exception):
@@ -123,8 +126,8 @@ def list_jobs(
     limit: int,
     after: str | None = None,
 ) -> list[JobRecord]:
-    """Newest first, from behind the job `after`. Raises UnknownCursor."""
-    query = select(*_RECORD).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
+    """Newest first, without their bodies, from behind the job `after`. Raises UnknownCursor."""
+    query = select(*_LISTED).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
     if status is not None:
         # a constant, so that the partial indexes on queued and running jobs apply
         query = query.where(jobs.c.state == literal_column(f"'{JobState(status)}'"))

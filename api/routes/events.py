@@ -15,10 +15,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from api.errors import BadRequest, Unavailable
-from api.present import is_ended
-from api.routes.jobs import read_job
+from api.errors import Unavailable
+from api.present import job_object
+from api.query import read_query
+from api.routes.jobs import look
 from api.services import Services, ServicesDep
+from jobs.records import JobRecord
 
 LOOK_S = 0.5
 KEEPALIVE_S = 15.0  # a comment, so that proxies don't take a quiet stream for a dead one
@@ -28,38 +30,36 @@ router = APIRouter()
 
 @router.get("/v1/jobs/{job_id}/events")
 async def job_events(job_id: str, request: Request, services: ServicesDep) -> Response:
-    if request.query_params:
-        name = next(iter(request.query_params))[:100]
-        raise BadRequest(f"{name} is not a parameter of this path", param=name)
+    read_query(request, {})
     services.waiters.check_room()
-    job = await read_job(services, job_id)  # a 404 is a plain reply, not a stream
+    record = await look(services, job_id)  # a 404 is a plain reply, not a stream
     headers = {"cache-control": "no-store"}
     return StreamingResponse(
-        _stream(services, job_id, job), media_type="text/event-stream", headers=headers
+        _stream(services, record), media_type="text/event-stream", headers=headers
     )
 
 
-async def _stream(services: Services, job_id: str, job: dict[str, Any]) -> AsyncIterator[bytes]:
+async def _stream(services: Services, record: JobRecord) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     sent: dict[str, Any] = {}
     sent_at = loop.time()
-    with services.waiters.register(job_id) as ended:
+    with services.waiters.register(record.id) as ended:
         while True:
-            status = {name: job[name] for name in ("id", "status", "attempt")}
+            status = {"id": record.id, "status": str(record.state), "attempt": record.attempt}
             if status != sent:
                 yield _event("status", status)
                 sent, sent_at = status, loop.time()
             elif loop.time() - sent_at > KEEPALIVE_S:
                 yield b": still here\n\n"
                 sent_at = loop.time()
-            if is_ended(job):
-                yield _event("job", job)
+            if record.ended:
+                yield _event("job", job_object(record))
                 return
             if services.waiters.closing:
                 return  # the end of a stream without a `job` event: connect again
             await services.waiters.sleep(ended, LOOK_S)
             with contextlib.suppress(Unavailable):  # the stream outlives a restart of the database
-                job = await read_job(services, job_id)
+                record = await look(services, record.id)
 
 
 def _event(name: str, content: object) -> bytes:

@@ -2,67 +2,48 @@
 
 import asyncio
 import re
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, Query
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api.errors import BadRequest, NotFound, json_response
-from api.present import is_ended
+from api.present import job_object
+from api.query import integer, one_of, read_query, seconds, text
 from api.services import Services, ServicesDep
 from jobs import store
 from jobs.lifecycle import JobState
+from jobs.records import JobRecord
+
+R = TypeVar("R")
 
 MAX_WAIT_S = 60
+DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # jobs in one page
 JOB_ID = re.compile(r"job_[0-9A-Za-z_-]{1,100}")
+LIST_QUERY = {
+    "status": one_of(JobState),
+    "model": text,
+    "batch_id": text,
+    "custom_id": text,
+    "limit": integer(1, MAX_LIMIT),
+    "after": text,  # the id of the last job of the page before
+}
+GET_QUERY = {"wait": seconds(0, MAX_WAIT_S)}  # for the job's end
 
 router = APIRouter()
 
 
-def _without_nul(text: str) -> str:
-    # the databases disagree about NUL, so it never reaches one
-    if "\x00" in text:
-        raise ValueError("NUL is not allowed")
-    return text
-
-
-Text = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_without_nul)]
-
-
-class ListQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    status: JobState | None = None
-    model: Text | None = None
-    batch_id: Text | None = None
-    custom_id: Text | None = None
-    limit: Annotated[int, Field(ge=1, le=1000)] = 20
-    after: Text | None = None  # the id of the last job of the page before
-
-
-class GetQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    # seconds to wait for the job's end
-    wait: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0
-
-
 @router.get("/v1/jobs")
-async def list_jobs(query: Annotated[ListQuery, Query()], services: ServicesDep) -> Response:
+async def list_jobs(request: Request, services: ServicesDep) -> Response:
+    filters = read_query(request, LIST_QUERY)
+    limit = filters.pop("limit", DEFAULT_LIMIT)
+
     def page(connection: Connection, now: float) -> tuple[list[dict[str, Any]], bool]:
-        records = store.list_jobs(
-            connection,
-            status=query.status,
-            model=query.model,
-            batch_id=query.batch_id,
-            custom_id=query.custom_id,
-            limit=query.limit + 1,
-            after=query.after,
-        )
-        objects = services.presenter.objects(records[: query.limit], connection, now)
-        return objects, len(records) > query.limit
+        records = store.list_jobs(connection, limit=limit + 1, **filters)
+        objects = services.presenter.objects(records[:limit], connection, now)
+        return objects, len(records) > limit
 
     try:
         data, has_more = await services.sql.read(page)
@@ -80,24 +61,25 @@ async def list_jobs(query: Annotated[ListQuery, Query()], services: ServicesDep)
 
 
 @router.get("/v1/jobs/{job_id}")
-async def get_job(
-    job_id: str, query: Annotated[GetQuery, Query()], services: ServicesDep
-) -> Response:
-    if query.wait == 0:
+async def get_job(job_id: str, request: Request, services: ServicesDep) -> Response:
+    wait = read_query(request, GET_QUERY).get("wait", 0)
+    if wait == 0:
         return json_response(await read_job(services, job_id))
     loop = asyncio.get_running_loop()
-    until = loop.time() + query.wait
-    with services.waiters.register(job_id) as ended:  # before the read, or an end could slip by
+    until = loop.time() + wait
+    with services.waiters.register(job_id) as ended:  # before the look, or an end could slip by
         while True:
-            job = await read_job(services, job_id)
-            left = until - loop.time()
-            if is_ended(job) or left <= 0 or services.waiters.closing:
-                return json_response(job)
-            await services.waiters.sleep(ended, left)
+            if loop.time() >= until or services.waiters.closing:
+                return json_response(await read_job(services, job_id))
+            record = await look(services, job_id)
+            if record.ended:
+                return json_response(job_object(record))
+            await services.waiters.sleep(ended, until - loop.time())
 
 
 @router.post("/v1/jobs/{job_id}/cancel")
-async def cancel_job(job_id: str, services: ServicesDep) -> Response:
+async def cancel_job(job_id: str, request: Request, services: ServicesDep) -> Response:
+    read_query(request, {})
     _check_id(job_id)
 
     def cancel(connection: Connection, now: float) -> dict[str, Any] | None:
@@ -115,18 +97,31 @@ async def cancel_job(job_id: str, services: ServicesDep) -> Response:
 
 async def read_job(services: Services, job_id: str) -> dict[str, Any]:
     """The job object. Raises NotFound."""
-    _check_id(job_id)
 
-    def read(connection: Connection, now: float) -> dict[str, Any] | None:
-        record = store.get(connection, job_id)
-        if record is None:
-            return None
+    def read(record: JobRecord, connection: Connection, now: float) -> dict[str, Any]:
         return services.presenter.objects([record], connection, now)[0]
 
-    job = await services.sql.read(read)
-    if job is None:
+    return await _read(services, job_id, read)
+
+
+async def look(services: Services, job_id: str) -> JobRecord:
+    """The row alone: waiters look often, a forecast costs more than the row. Raises NotFound."""
+    return await _read(services, job_id, lambda record, connection, now: record)
+
+
+async def _read(
+    services: Services, job_id: str, view: Callable[[JobRecord, Connection, float], R]
+) -> R:
+    _check_id(job_id)
+
+    def read(connection: Connection, now: float) -> R | None:
+        record = store.get(connection, job_id)
+        return None if record is None else view(record, connection, now)
+
+    seen = await services.sql.read(read)
+    if seen is None:
         raise _unknown(job_id)
-    return job
+    return seen
 
 
 def _check_id(job_id: str) -> None:

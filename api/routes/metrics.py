@@ -4,7 +4,9 @@ Jobs are counted in SQL; what the engines do is what each live worker said at it
 values are up to one beat old, and end with the worker.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fastapi import APIRouter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +21,7 @@ from jobs.forecast import Backlog, backlogs
 from jobs.lifecycle import JobState
 from jobs.records import WorkerRecord
 
+OTHER = "other"  # the label of every model that is not served here
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # what a worker says : our name without the prefix, and what it means
@@ -48,36 +51,44 @@ router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(services: ServicesDep) -> Response:
-    snapshot = await services.sql.read(Snapshot)
+    served = frozenset(services.door.models)
+    snapshot = await services.sql.read(partial(Snapshot, served))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(snapshot)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE)
 
 
 class Snapshot(Collector):
-    """What one scrape shows."""
+    """What one scrape shows. Jobs of models not `served` are counted together, as OTHER: a job
+    that came as a Celery message may name any model, and a series is for ever."""
 
-    def __init__(self, connection: Connection, now: float) -> None:
+    def __init__(self, served: frozenset[str], connection: Connection, now: float) -> None:
         self.now = now
-        self.counts = store.counts(connection)
-        self.backlogs = backlogs(connection)
+        self.models = sorted(served | {OTHER})
+        self.counts: Counter[tuple[str, JobState]] = Counter()
+        for (model, state), number in store.counts(connection).items():
+            self.counts[model if model in served else OTHER, state] += number
+        self.backlogs: dict[str, Backlog] = {}
+        for model, backlog in backlogs(connection).items():
+            name = model if model in served else OTHER
+            self.backlogs[name] = self.backlogs.get(name, Backlog(now, 0, 0)) + backlog
         self.workers = store.live_workers(connection, now)
 
     def collect(self) -> Iterator[Metric]:
-        yield from _jobs(self.counts)
-        yield from _queue({model for model, _ in self.counts}, self.backlogs, self.now)
+        yield from _jobs(self.models, self.counts)
+        yield from _queue(self.models, self.backlogs, self.now)
         yield from _engines(self.workers)
 
 
-def _jobs(counts: dict[tuple[str, JobState], int]) -> Iterator[Metric]:
+def _jobs(models: Sequence[str], counts: Counter[tuple[str, JobState]]) -> Iterator[Metric]:
     jobs = GaugeMetricFamily("tokenmill_jobs", "Jobs by state.", labels=["model", "state"])
-    for model in sorted({model for model, _ in counts}):
+    for model in models:
         for state in JobState:  # a state that nobody is in is 0, not a gap in the graph
-            jobs.add_metric([model, state], counts.get((model, state), 0))
+            jobs.add_metric([model, state], counts[model, state])
     yield jobs
 
 
-def _queue(models: set[str], backlogs: dict[str, Backlog], now: float) -> Iterator[Metric]:
+def _queue(models: Sequence[str], backlogs: dict[str, Backlog], now: float) -> Iterator[Metric]:
     labels = ["model"]
     age = GaugeMetricFamily(
         "tokenmill_queue_age_seconds", "Age of the oldest queued job.", labels=labels
@@ -88,7 +99,7 @@ def _queue(models: set[str], backlogs: dict[str, Backlog], now: float) -> Iterat
     output = GaugeMetricFamily(
         "tokenmill_waiting_max_tokens", "Most tokens queued jobs may generate.", labels=labels
     )
-    for model in sorted(models):
+    for model in models:
         backlog = backlogs.get(model, Backlog(now, 0, 0))
         age.add_metric([model], max(0.0, now - backlog.oldest_created_at))
         prompt.add_metric([model], backlog.prompt_tokens)

@@ -22,6 +22,7 @@ from api.errors import (
     json_response,
 )
 from api.present import job_object
+from api.query import read_query
 from api.services import Services, ServicesDep
 from jobs import store, strict_json
 from jobs.records import JobRecord, NewJob, new_job_id
@@ -41,6 +42,7 @@ class Submission:
 
 @router.post("/v1/jobs", status_code=202)
 async def submit(request: Request, services: ServicesDep) -> Response:
+    read_query(request, {})
     key = _idempotency_key(request)
     async with services.bodies.json_body(request) as raw:
         submission = await services.cpu.run(read, raw, services.door, services.settings)
@@ -78,7 +80,7 @@ async def _objects(services: Services, records: Sequence[JobRecord]) -> list[dic
     try:
         return await services.sql.read(partial(services.presenter.objects, records))
     except Unavailable:
-        return [job_object(record, None, None) for record in records]
+        return [job_object(record) for record in records]
 
 
 def read(raw: bytes, door: Door, settings: Settings) -> Submission:

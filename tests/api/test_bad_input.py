@@ -243,9 +243,22 @@ def test_another_content_type_is_refused(door, headers, param):
         ("limit=0", "limit"),
         ("limit=1001", "limit"),
         ("limit=ten", "limit"),
+        ("limit=1.0", "limit"),
+        ("limit=%2B1", "limit"),
+        ("limit=1_0", "limit"),
+        ("limit=%D9%A1", "limit"),  # an Arabic 1
+        ("limit=" + "9" * 5000, "limit"),
+        ("limit=", "limit"),
+        ("limit", "limit"),
+        ("limit=1&limit=2", "limit"),
+        ("limit=1&limit=1", "limit"),
+        ("status=queued&status=running", "status"),
+        ("status=QUEUED", "status"),
         ("colour=red", "colour"),
+        ("Limit=1", "Limit"),
         ("custom_id=", "custom_id"),
         ("custom_id=%00", "custom_id"),
+        ("custom_id=" + "x" * 257, "custom_id"),
         ("after=job_nobody", "after"),
     ],
 )
@@ -255,11 +268,55 @@ def test_a_bad_filter_is_refused_by_name(door, query, param):
     assert error_of(reply)["param"] == param
 
 
-@pytest.mark.parametrize("wait", ["-1", "61", "NaN", "inf", "soon"])
+@pytest.mark.parametrize("wait", ["-1", "61", "NaN", "inf", "soon", "", "1e1", "1&wait=2"])
 def test_a_wait_is_0_to_60_seconds(door, wait):
     reply = door.get(f"/v1/jobs/job_x?wait={wait}")
     assert reply.status_code == 400
     assert error_of(reply)["param"] == "wait"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/jobs/job_x/events"),
+        ("POST", "/v1/jobs/job_x/cancel"),
+        ("POST", "/v1/jobs"),
+    ],
+)
+def test_a_path_without_parameters_takes_none(door, method, path):
+    reply = door.request(method, f"{path}?wait=1")
+    assert reply.status_code == 400
+    assert error_of(reply)["param"] == "wait"
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("limit=0", "limit must be an integer in [1, 1000], got '0'"),
+        ("limit=1&limit=2", "limit must be given once"),
+        ("status=done", "must be one of queued, running, succeeded, failed, cancelled, expired"),
+        ("custom_id=%00", "custom_id must have 1 to 256 characters, none of them NUL"),
+        ("colour=red", "there are: status, model, batch_id, custom_id, limit, after"),
+    ],
+)
+def test_a_bad_filters_bound_is_said_in_our_words(door, query, says):
+    assert says in error_of(door.get(f"/v1/jobs?{query}"))["message"]
+
+
+@pytest.mark.parametrize(("job", "param", "says"), BODIES)
+def test_no_librarys_wording_is_shown(door, job, param, says):
+    message = refusal(door, json.dumps(job).encode())["message"]
+    for words in (
+        "Input ",
+        "Value error",
+        "Extra inputs",
+        "should",
+        "Field required",
+        "type=",
+        "valid di",
+    ):
+        assert words not in message
 
 
 def test_a_chat_for_a_model_without_a_template_is_a_400_with_its_code(tmp_path):

@@ -4,9 +4,10 @@ from dataclasses import fields
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.routes.metrics import COUNTERS, GAUGES
+from api.routes.metrics import COUNTERS, GAUGES, OTHER
 from engine.outputs import EngineStats
-from jobs import claims
+from jobs import claims, store
+from jobs.records import NewJob
 from tests.api.conftest import MODEL, completion, submit
 
 STATS = {
@@ -49,6 +50,26 @@ def test_jobs_are_counted_by_state_and_model(client, hands):
     assert seen["tokenmill_waiting_prompt_tokens", MODEL] > 0
     assert seen["tokenmill_queue_age_seconds", MODEL] >= 0
     assert seen["tokenmill_workers", MODEL] == 1
+
+
+def test_jobs_of_models_not_served_are_one_series(client, hands):
+    """As of Celery messages, which may name any model."""
+    now = hands.call(lambda connection, now: now)
+    with hands.database.begin() as connection:
+        strangers = [
+            NewJob(url="/v1/completions", model=f"m{i}", body={}, prompt_tokens=2, max_tokens=3)
+            for i in range(3)
+        ]
+        store.submit(connection, strangers, now=now)
+        store.cancel(connection, strangers[0].id, now=now)
+    submit(client, completion(max_tokens=7))
+    seen = samples(client)
+    assert {key[1] for key in seen if key[0] == "tokenmill_queue_age_seconds"} == {MODEL, OTHER}
+    assert seen["tokenmill_jobs", *sorted(("queued", OTHER))] == 2
+    assert seen["tokenmill_jobs", "cancelled", OTHER] == 1
+    assert seen["tokenmill_waiting_prompt_tokens", OTHER] == 4
+    assert seen["tokenmill_waiting_max_tokens", OTHER] == 6
+    assert seen["tokenmill_waiting_max_tokens", MODEL] == 7
 
 
 def test_engines_show_what_their_workers_said(client, hands):

@@ -1,0 +1,79 @@
+"""Query strings: each parameter known, given once and within its bound, or refused by name.
+
+A parameter's reader takes the text and raises ValueError, whose message goes on after the
+parameter's name ("must be …").
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+from starlette.requests import Request
+
+from api.errors import BadRequest
+
+MAX_TEXT = 256  # characters
+
+Reader = Callable[[str], Any]
+
+_INTEGER = re.compile(r"[0-9]{1,18}")
+_NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+
+
+def read_query(request: Request, readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """The values of the parameters that were given. Raises BadRequest naming the first bad one."""
+    values: dict[str, Any] = {}
+    for name, text in request.query_params.multi_items():
+        if name not in readers:
+            known = f"; there are: {', '.join(readers)}" if readers else ""
+            raise BadRequest(
+                f"{_brief(name)} is not a parameter of this path{known}",
+                param=name[:100],
+                code="unknown_parameter",
+            )
+        if name in values:
+            raise BadRequest(f"{name} must be given once", param=name)
+        try:
+            values[name] = readers[name](text)
+        except ValueError as error:
+            raise BadRequest(f"{name} {error}, got {_brief(text)}", param=name) from None
+    return values
+
+
+def text(value: str) -> str:
+    # the databases disagree about NUL, so it never reaches one
+    if not 1 <= len(value) <= MAX_TEXT or "\x00" in value:
+        raise ValueError(f"must have 1 to {MAX_TEXT} characters, none of them NUL")
+    return value
+
+
+def one_of(choices: type[StrEnum]) -> Reader:
+    def read(value: str) -> StrEnum:
+        if value not in list(choices):
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return choices(value)
+
+    return read
+
+
+def integer(low: int, high: int) -> Reader:
+    def read(value: str) -> int:
+        if not _INTEGER.fullmatch(value) or not low <= int(value) <= high:
+            raise ValueError(f"must be an integer in [{low}, {high}]")
+        return int(value)
+
+    return read
+
+
+def seconds(low: int, high: int) -> Reader:
+    def read(value: str) -> float:
+        if not _NUMBER.fullmatch(value) or not low <= float(value) <= high:
+            raise ValueError(f"must be a number of seconds in [{low}, {high}]")
+        return float(value)
+
+    return read
+
+
+def _brief(value: str) -> str:
+    return repr(value if len(value) <= 80 else value[:80] + "…")
