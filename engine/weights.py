@@ -40,6 +40,7 @@ MAX_JSON_BYTES = 64 << 20  # the index of the largest public models has a few me
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", INDEX_FILE, "*.json", "*.jinja")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MASK_DTYPES = ("BOOL", "U8")  # of buffers; no weight has them
 SAMPLES_PER_FILE = 16  # of 64 KiB, for a checkpoint's quick fingerprint
 
 
@@ -209,16 +210,23 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The type that most of the stored numbers have."""
-        counts: Counter[torch.dtype] = Counter()
+        counts: Counter[str] = Counter()
         for name in self._file_of:
-            counts[self.dtype_of(name)] += math.prod(self._find(name).get_shape())
-        return counts.most_common(1)[0][0]
+            found = self._find(name)
+            counts[found.get_dtype()] += math.prod(found.get_shape())
+        stored = max(counts.keys() & DTYPES.keys(), key=lambda kind: counts[kind], default="F32")
+        return DTYPES[stored]
 
     def take_all(self) -> dict[str, Tensor]:
-        """Every tensor by name, as `take` gives it."""
-        return {
-            name: self.take(name, tuple(self._find(name).get_shape())) for name in self._file_of
-        }
+        """Every tensor by name, as `take` gives it, and masks that old checkpoints saved."""
+        taken = {}
+        for name, file_name in self._file_of.items():
+            found = self._find(name)
+            if found.get_dtype() in MASK_DTYPES:
+                taken[name] = self._handle(file_name).get_tensor(name)
+            else:
+                taken[name] = self.take(name, tuple(found.get_shape()))
+        return taken
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

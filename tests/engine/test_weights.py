@@ -142,6 +142,21 @@ def test_unknown_architectures_are_refused(folder):
         load(folder)
 
 
+def test_the_type_of_a_checkpoint_is_that_of_most_numbers(folder):
+    def halve(tensors):
+        for name in tensors:
+            if "norm" not in name:
+                tensors[name] = tensors[name].bfloat16()
+        tensors["mask"] = torch.ones(999, 999, dtype=torch.bool)
+
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.dtype == torch.float32
+    change_tensors(folder, halve)
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.dtype == torch.bfloat16
+        assert checkpoint.take_all()["mask"].dtype == torch.bool
+
+
 def test_a_missing_tensor_is_named(folder):
     change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(MissingTensorError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):

@@ -142,14 +142,14 @@ REASONS = {
     "asks for attention twice a layer": "must ask transformers' attention interface.* 4 calls",
     "has layers with a state of their own": "layer type '(conv|linear_attention)'",
     "attends in chunks": "layer type 'chunked_attention'",
-    "masks what its attention sees": "logits over a paged cache differ",
+    "does not attend to just the tokens before": "logits over a paged cache differ",
 }
 # model_type -> what differs from SIZE, and the reason
 REFUSED = {
-    "bert": ({"is_decoder": False}, "masks what its attention sees"),
+    "bert": ({"is_decoder": False}, "does not attend to just the tokens before"),
     "bloom": ({}, "attends in code of its own"),
     "diffllama": ({}, "asks for attention twice a layer"),
-    "doge": ({}, "masks what its attention sees"),
+    "doge": ({}, "does not attend to just the tokens before"),
     "falcon": ({"head_dim": ...}, "attends in code of its own"),
     "gpt_neo": (
         {"attention_types": [[["global", "local", "global"], 1]]},

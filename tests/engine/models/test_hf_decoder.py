@@ -210,6 +210,27 @@ def test_the_weights_are_off_the_file_and_a_tied_matrix_is_held_once(tmp_path):
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
 
+def without_prefix(tensors):
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+
+def with_buffers(tensors):
+    prefix = "gpt_neox.layers.1.attention"
+    tensors[f"{prefix}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    tensors[f"{prefix}.masked_bias"] = torch.tensor(-1e9)
+    tensors[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"), [("gpt2", without_prefix), ("gpt_neox", with_buffers)]
+)
+def test_checkpoints_as_they_were_once_written_are_read(model_type, change, tmp_path):
+    model = write(model_type, tmp_path)
+    change_tensors(tmp_path, change)
+    check_logits_in_any_packing(model, a_runner(tmp_path), largest_chunk=50)
+
+
 def test_half_precision_gives_nearly_the_same_logits(tmp_path):
     model = write("gpt_oss", tmp_path, initializer_range=0.05)
     sequence = a_sequence(0, list(range(12)))
