@@ -8,10 +8,10 @@ client's: whatever a template makes of them, an error is about them and names th
     └── ChatTemplateError           the template cannot be compiled, or did what a sandbox forbids
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
 from engine.sampling_params import ParameterError
@@ -45,16 +45,28 @@ class ChatTemplate:
 
         Raises ChatTemplateError when the source is not a template.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = SANDBOX.from_string(source)
+            # what it uses and does not set itself
+            self.variables = frozenset(meta.find_undeclared_variables(SANDBOX.parse(source)))
         except TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the model's chat template does not compile: line {error.lineno}: {error.message}"
             ) from error
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt, ending where the assistant is to speak.
+
+        Tools are objects of OpenAI's form, {"type": "function", "function": {…}}; the arguments of
+        calls in messages are objects too. `variables` are the request's, beside a template's own.
 
         Raises ParameterError on `messages` when the template refuses them or prints too much, and
         ChatTemplateError when it reaches for what a sandbox forbids.
@@ -65,8 +77,9 @@ class ChatTemplate:
         try:
             for part in self._template.generate(
                 **self._special_tokens,
+                **(variables or {}),
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=True,
             ):

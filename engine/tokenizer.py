@@ -17,6 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from engine.chat_template import ChatTemplate
+from engine.dialect import Dialect
+from engine.reply import END_THINK, MAX_CALLS, THINK, ReplyForm
 from engine.sampling_params import ParameterError
 from engine.tokenizer_files import TokenizerFiles
 
@@ -25,6 +27,7 @@ _ESCAPE = "\U000f0000"
 _FIRST_CODE = 0xF0001
 
 PROBED_CHARS_PER_TOKEN = 16
+_TAIL_TOKENS = 16  # enough for a tag spelled in letters, and white space behind it
 
 
 class NoChatTemplateError(ParameterError):
@@ -56,8 +59,8 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self._rust = rust
         added = rust.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        control_ids = self._special_ids | eos_token_ids
+        special_ids = frozenset(i for i, token in added.items() if token.special)
+        control_ids = special_ids | eos_token_ids
         control_ids |= {
             i for i in map(rust.token_to_id, named_tokens.values()) if i is not None and i in added
         }
@@ -68,6 +71,11 @@ class Tokenizer:
         self._template = (
             None if chat_template is None else ChatTemplate(chat_template, named_tokens)
         )
+        self.dialect = Dialect()
+        if self._template is not None:
+            self.dialect = Dialect.of(self._template, {token.content for token in added.values()})
+        tags = self.dialect.tags
+        self._hidden_ids = frozenset(i for i in special_ids if added[i].content not in tags)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
@@ -97,7 +105,7 @@ class Tokenizer:
     @property
     def thinking_ids(self) -> tuple[int, int] | None:
         """The ids of `<think>` and `</think>`; None for a vocabulary without them."""
-        start, end = map(self._rust.token_to_id, ("<think>", "</think>"))
+        start, end = map(self._rust.token_to_id, (THINK, END_THINK))
         return None if start is None or end is None else (start, end)
 
     def encode_word(self, text: str) -> list[int]:
@@ -109,8 +117,10 @@ class Tokenizer:
         *,
         prompt: str | Sequence[int] | None = None,
         messages: list[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a generation's input in whichever form it came.
+        """Ids of a generation's input in whichever form it came; tools and variables are a chat's.
 
         Raises ParameterError unless exactly one is given, and as `encode_chat` does. No text and no
         ids give no ids, though a model may put a token in front of nothing: a caller refuses that.
@@ -118,7 +128,7 @@ class Tokenizer:
         if (prompt is None) == (messages is None):
             raise ParameterError("prompt", "give either a prompt or messages")
         if messages is not None:
-            return self.encode_chat(messages)
+            return self.encode_chat(messages, tools, variables)
         if isinstance(prompt, str):
             return self.encode(prompt) if prompt else []
         return list(prompt or ())
@@ -130,32 +140,59 @@ class Tokenizer:
         """
         return self._encode(self._rust, text, "prompt", add_special_tokens=True)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of a chat up to where the assistant is to speak.
 
-        Only the template may speak in control tokens. Where a message spells one, it becomes the
-        ids of its plain text; every other chat has exactly the ids that Hugging Face's
+        Only the template may speak in control tokens. Where a message or a tool spells one, it
+        becomes the ids of its plain text; every other chat has exactly the ids that Hugging Face's
         `apply_chat_template` gives. To find out which control tokens are the template's own, the
         chat is rendered a second time with the first character of every control token masked in
-        the messages: whatever the template then cuts, joins or trims, messages hold none.
+        messages and tools: whatever the template then cuts, joins or trims, they hold none.
 
-        Raises ParameterError on `messages`.
+        Raises ParameterError on `messages`, `tools` or a variable that the template does not use.
         """
         if self._template is None:
             raise NoChatTemplateError
         messages = _checked(messages)
-        text = self._template.render(messages)
-        masked_messages = self._masked(messages)
-        if masked_messages != messages:
-            masked = self._template.render(masked_messages)
+        tools = list(tools)
+        self.dialect.check(messages, tools, variables or {})
+        text = self._template.render(messages, tools=tools, variables=variables)
+        masked_messages, masked_tools = self._masked(messages), self._masked(tools)
+        if masked_messages != messages or masked_tools != tools:
+            masked = self._template.render(masked_messages, tools=masked_tools, variables=variables)
             own_controls = self._control_pattern.findall(masked)
             if own_controls != self._control_pattern.findall(text):
                 return self._encode_guarded(masked)
         return self._encode(self._rust, text, "messages", add_special_tokens=False)
 
+    def reply_form(
+        self, prompt_ids: Sequence[int], *, tool_names: frozenset[str], max_calls: int = MAX_CALLS
+    ) -> ReplyForm:
+        """How the reply to a chat is to be read; without tools no calls are looked for."""
+        tail = self.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        thinks = self.dialect.thinks
+        return ReplyForm(
+            thinks=thinks,
+            in_thought=thinks and tail.rstrip().endswith(THINK),
+            thinking_ids=self.thinking_ids if thinks else None,
+            tool_format=self.dialect.tool_format if tool_names else None,
+            tool_names=tool_names,
+            max_calls=max_calls,
+        )
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of all ids at once; ids beyond the vocabulary have none."""
-        return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Text of all ids at once; ids beyond the vocabulary have none.
+
+        The tags of the model's dialect are no special tokens here, whatever its vocabulary says.
+        """
+        hidden = self._hidden_ids if skip_special_tokens else frozenset()
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        return self._rust.decode(shown, skip_special_tokens=False)
 
     def token(self, token_id: int) -> str:
         """The vocabulary's own string for an id, as its decoder sees it; "" beyond it."""
@@ -163,7 +200,7 @@ class Tokenizer:
 
     def is_visible(self, token_id: int) -> bool:
         """Whether an id has a part in the text: it is in the vocabulary and not special."""
-        return token_id not in self._special_ids and self._rust.id_to_token(token_id) is not None
+        return token_id not in self._hidden_ids and self._rust.id_to_token(token_id) is not None
 
     def _encode(
         self, rust: RustTokenizer, text: str, param: str, *, add_special_tokens: bool
