@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import IO, Any
 
@@ -9,6 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from cli.addresses import service_url
 from cli.client import Client, ClientError, Job
@@ -219,23 +221,46 @@ def _show_service(
     console: Console, url: str, is_ready: bool, parts: dict[str, Any], jobs: list[Job]
 ) -> None:
     console.print(f"{url} is {'ready' if is_ready else 'not ready'}")
-    for name, value in parts.items():
-        if name != "status":
-            console.print(f"  {name}: {value}", markup=False)
-    if not jobs:
-        return
-    table = Table("job", "custom id", "model", "status", "created", "tokens", "total s")
+    for finding in parts.get("reasons", ()):
+        console.print(f"  {finding['message']}", markup=False)
+    for finding in parts.get("warnings", ()):
+        console.print(f"  warning: {finding['message']}", markup=False)
+    if jobs:
+        console.print(_newest(jobs), markup=False)
+
+
+def _newest(jobs: list[Job]) -> Table:
+    """A line for each job, within 80 columns: what all or none of them have is no column, and what
+    may be long is folded. Nothing is cut, ids least of all."""
+    models = sorted({str(job["model"]) for job in jobs})
+    title = None if len(models) > 1 else f"newest jobs, of model {models[0]}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    columns: dict[str, Callable[[Job], str]] = {
+        "job": lambda job: str(job["id"]),
+        "status": lambda job: str(job["status"]),
+        "created": lambda job: _short_moment(job["created_at"]),
+        "tokens": lambda job: str(job["usage"]["total_tokens"]),
+        "total s": lambda job: seconds(job["timings"]["total_s"]),
+    }
+    for name in columns:
+        is_number = name in ("tokens", "total s")
+        table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
+    if any(job["custom_id"] for job in jobs):
+        columns["custom id"] = lambda job: job["custom_id"] or ""
+        table.add_column("custom id", overflow="fold")
+    if len(models) > 1:
+        columns["model"] = lambda job: str(job["model"])
+        table.add_column("model", overflow="fold")
     for job in jobs:
-        table.add_row(
-            job["id"],
-            job["custom_id"] or "",
-            job["model"],
-            job["status"],
-            _moment(job["created_at"]),
-            str(job["usage"]["total_tokens"]),
-            seconds(job["timings"]["total_s"]),
-        )
-    console.print(table, markup=False)
+        table.add_row(*(Text(of(job)) for of in columns.values()))
+    return table
+
+
+def _short_moment(epoch_s: float) -> str:
+    """The time of today, the day before that."""
+    moment = datetime.fromtimestamp(epoch_s)
+    is_today = moment.date() == datetime.now().date()
+    return moment.strftime("%H:%M:%S" if is_today else "%m-%d %H:%M")
 
 
 def _moment(epoch_s: float) -> str:

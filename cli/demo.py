@@ -160,10 +160,10 @@ def _watch(
             ended |= {job["id"]: job for job in newest if job["status"] in ENDED}
             running = sum(job["status"] == "running" for job in newest)
             seqs = stats().get("last_step_seqs", 0)
-            progress.update(
-                task, completed=len(ended), now=f"{running} running, {seqs:.0f} in the last step"
-            )
+            now = f"{running} running, {seqs:.0f} of them in the step just now"
+            progress.update(task, completed=len(ended), now=now)
             time.sleep(POLL_S)
+        progress.update(task, now="all ended")  # not the last step's few: see the totals
     return ended
 
 
@@ -209,7 +209,14 @@ def _show_answers(console: Console, jobs: Sequence[Job]) -> None:
 
 def _show_statistics(console: Console, records: Sequence[JobRecord]) -> None:
     table = Table(
-        title="Token statistics (from SQL)", box=box.SIMPLE_HEAD, pad_edge=False, padding=0
+        title="Token statistics (from SQL)",
+        caption="queue s: until it started. TTFT s: until its first token, waiting included. "
+        "TPOT ms: for each further token.\ntok/s: output tokens over total s, waiting included; "
+        "the rate of all jobs together is in the totals.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
     )
     table.add_column("job", no_wrap=True)
     for name in ("prompt", "cached", "output", "queue s", "TTFT s", "TPOT ms", "total s", "tok/s"):
@@ -224,7 +231,7 @@ def _show_statistics(console: Console, records: Sequence[JobRecord]) -> None:
             str(record.completion_tokens),
             seconds(timings["queue_s"]),
             seconds(timings["ttft_s"]),
-            f"{tpot_s * 1000:.1f}" if tpot_s is not None else "",
+            milliseconds(tpot_s),
             seconds(total_s),
             f"{record.completion_tokens / total_s:.1f}" if total_s else "",
         )
@@ -243,11 +250,11 @@ def _show_totals(
         "jobs succeeded": f"{succeeded} of {len(records)}",
         "prompt tokens": f"{prompt_tokens}, of which {cached_tokens} from the prefix cache",
         "completion tokens": str(completion_tokens),
-        "queue s, mean and longest": _spread(records, "queue_s"),
-        "time to first token s, mean and longest": _spread(records, "ttft_s"),
-        "time per output token s, mean and longest": _spread(records, "tpot_s"),
+        "queue s, mean and longest": _spread(records, "queue_s", seconds),
+        "TTFT s, mean and longest": _spread(records, "ttft_s", seconds),
+        "TPOT ms, mean and longest": _spread(records, "tpot_s", milliseconds),
         "wall s": f"{wall_s:.1f}",
-        "completion tokens/s": f"{completion_tokens / wall_s:.1f}",
+        "completion tokens/s, of all jobs together": f"{completion_tokens / wall_s:.1f}",
         "most sequences in one step": str(largest_step),
     }
     for name, value in rows.items():
@@ -255,6 +262,10 @@ def _show_totals(
     console.print(table)
 
 
-def _spread(records: Sequence[JobRecord], timing: str) -> str:
+def milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+def _spread(records: Sequence[JobRecord], timing: str, show: Callable[[float], str]) -> str:
     values = [value for record in records if (value := record.timings[timing]) is not None]
-    return f"{seconds(sum(values) / len(values))}, {seconds(max(values))}" if values else ""
+    return f"{show(sum(values) / len(values))}, {show(max(values))}" if values else ""

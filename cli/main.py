@@ -62,6 +62,11 @@ def main() -> None:
     except SettingsError as error:
         click.echo(f"tokenmill: {error}", err=True)
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:  # not about a file that the caller named: a fault of ours
+            raise
+        click.echo(f"tokenmill: {error.filename}: {error.strerror}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,16 @@ def fetch(
     """
     name = name or default_name(source)
     place = models_folder(data_dir) / name
+    try:
+        return _fetch(source, name, place, from_hub, report, convert or _convert_with_engine)
+    except OSError as error:
+        reason = f"{error.filename or place}: {error.strerror or error}"
+        raise FetchError(f"{source} cannot be put into {place.parent}: {reason}") from error
+
+
+def _fetch(
+    source: str, name: str, place: Path, from_hub: bool, report: Report, convert: Convert
+) -> Path:
     if is_complete(place):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -82,9 +92,7 @@ def fetch(
         draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=place.parent))
         try:
             checkpoint = draft / "checkpoint"
-            origin = _write_checkpoint(
-                source, checkpoint, draft, from_hub, report, convert or _convert_with_engine
-            )
+            origin = _write_checkpoint(source, checkpoint, draft, from_hub, report, convert)
             if not is_complete(checkpoint):
                 raise FetchError(f"{source} holds no config.json with *.safetensors beside it")
             (checkpoint / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")

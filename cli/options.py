@@ -4,14 +4,23 @@ import logging
 import os
 from collections.abc import Mapping
 
-from jobs.settings import Settings, variable
+import click
+
+from jobs.settings import Settings, SettingsError, variable
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def environment(**overrides: object) -> dict[str, str]:
-    """This process's environment with the given settings on top; None leaves one as it is."""
+    """This process's environment with the given options on top; None leaves a setting as it is.
+
+    Raises click.UsageError for an option out of its setting's bounds.
+    """
     given = {variable(name): str(value) for name, value in overrides.items() if value is not None}
+    try:
+        Settings.from_env(given)
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from None
     return dict(os.environ) | given
 
 

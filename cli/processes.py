@@ -59,5 +59,8 @@ def migrate() -> None:
     settings = settings_of(environment())
     import migrations
 
-    migrations.upgrade(settings.database_url)
+    try:
+        migrations.upgrade(settings.database_url)
+    except migrations.SchemaError as error:
+        raise click.ClickException(str(error)) from None
     click.echo("the database is at the newest schema")

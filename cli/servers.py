@@ -88,7 +88,7 @@ class Server:
         """Start and wait until it answers. Raises ServerError with the end of the server's log."""
         assert self.pid is None, f"{self.name} runs already as process {self.pid}"
         if self._lock_fd is None:
-            self._lock_fd = _lock_folder(self.folder, self.name)
+            self._lock_fd = lock_folder(self.folder, self.name, wait_s=LOCK_WAIT_S)
         try:
             self.password = _password(self.folder / f"{self.name}.password")
             self._prepare()
@@ -343,11 +343,14 @@ class Postgres(Server):
             )
 
 
-def _lock_folder(folder: Path, name: str) -> int:
-    """Lock `folder` (made if missing, 0700) for this process and those that inherit the lock."""
+def lock_folder(folder: Path, name: str, *, wait_s: float) -> int:
+    """Lock `folder` (made if missing, 0700) for this process and those that inherit the lock.
+
+    Raises FolderInUse when another holds it for longer than `wait_s`.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + LOCK_WAIT_S
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,14 @@
 """The whole service on one machine: what `tokenmill up` runs and `tokenmill demo` runs it on.
 
 What the environment does not name is brought along: Valkey when there is no REDIS_URL, a SQLite
-file when there is no DATABASE_URL, both in the data folder.
+file when there is no DATABASE_URL, both in the data folder. One service at a time has the folder.
 
 StartError
 └── Cancelled
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -18,17 +19,19 @@ from types import TracebackType
 from typing import Self
 
 import httpx
+import redis
 from sqlalchemy.exc import SQLAlchemyError
 
 import migrations
-from cli import tether
+from cli import env_file, tether
 from cli.addresses import free_port, port_holder, service_url
 from cli.catalogue import CATALOGUE, is_complete
-from cli.servers import FolderInUse, Server, ServerError, Valkey
+from cli.servers import FolderInUse, Server, ServerError, Valkey, lock_folder
 from cli.supervisor import STOP_MARGIN_S, Child, Embedded, Loop, Part, Supervisor
 from cli.wheel_binaries import BinaryMissing
 from jobs import store
 from jobs.database import Database
+from jobs.redis_client import connect
 from jobs.settings import Settings, variable
 from worker.sweeper import run as run_sweeper
 
@@ -66,6 +69,7 @@ class Service:
         self._report = report
         self._valkey: Server | None = None
         self._supervisor: Supervisor | None = None
+        self._folder_fd: int | None = None  # holds the lock on the data folder
         data_dir = Path(Settings.from_env(environ).data_dir).resolve()
         self._set("data_dir", data_dir)
         self.settings = Settings.from_env(self._environ)
@@ -77,12 +81,14 @@ class Service:
 
     def start(self) -> Self:
         """Bring everything up and wait until jobs can be done. Raises StartError."""
-        self._take_port()
-        for entry in self.settings.models:
-            self._need_model(entry.name, Path(entry.path))
         try:
+            self._take_folder()
+            self._take_port()
+            for entry in self.settings.models:
+                self._need_model(entry.name, Path(entry.path))
             self._start_parts()
             self._wait_until_ready()
+            env_file.write(self._environ, self.settings)
         except BaseException:
             self.stop()
             raise
@@ -100,10 +106,15 @@ class Service:
 
     def stop(self) -> None:
         """End everything, whatever state it is in."""
+        if self._folder_fd is not None:
+            env_file.remove(self._folder)
         if self._supervisor is not None:
             self._supervisor.stop()
         if self._valkey is not None:
             self._valkey.stop()
+        if self._folder_fd is not None:
+            os.close(self._folder_fd)
+            self._folder_fd = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -118,6 +129,23 @@ class Service:
 
     def _set(self, field: str, value: object) -> None:
         self._environ[variable(field)] = str(value)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.settings.data_dir)
+
+    def _take_folder(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder_fd = lock_folder(self._folder, "service", wait_s=0)
+        except FolderInUse:
+            raise self._folder_in_use() from None
+        env_file.remove(self._folder)
+
+    def _folder_in_use(self) -> StartError:
+        return StartError(
+            f"the data folder {self._folder} is in use: is the service running already?"
+        )
 
     def _take_port(self) -> None:
         if self.settings.port == 0:
@@ -148,21 +176,20 @@ class Service:
 
     def _start_parts(self) -> None:
         parts: list[Part] = []
-        data_dir = Path(self.settings.data_dir)
-        if not self._environ.get(variable("redis_url")):
+        self._ready_database()
+        if self._environ.get(variable("redis_url")):
+            self._check_redis()
+        else:
             self._report("starting Valkey")
-            self._valkey = Valkey(data_dir / "valkey")
+            self._valkey = Valkey(self._folder / "valkey")
             try:
                 self._valkey.start()
             except FolderInUse:
-                raise StartError(
-                    f"the data folder {data_dir} is in use: is the service running already?"
-                ) from None
+                raise self._folder_in_use() from None
             except (ServerError, BinaryMissing) as error:
                 raise StartError(str(error)) from error
             self._set("redis_url", self._valkey.url)
             parts.append(Embedded(self._valkey))
-        self._ready_database()
         self.settings = Settings.from_env(self._environ)
         parts.append(Loop("sweeper", lambda stop: run_sweeper(self.settings, stop)))
         for entry in self.settings.models:
@@ -171,6 +198,18 @@ class Service:
         self._report("starting the API and the workers")
         self._supervisor = Supervisor(parts)
         self._supervisor.start()
+
+    def _check_redis(self) -> None:
+        """Say at once what is otherwise only seen by never becoming ready."""
+        client = connect(self.settings.redis_url)
+        try:
+            with client:
+                client.ping()
+        except (redis.RedisError, OSError) as error:
+            raise StartError(
+                f"the Redis of REDIS_URL does not answer: {error}; without REDIS_URL one is "
+                "brought along"
+            ) from error
 
     def _child(self, *arguments: str, label: str | None = None) -> Child:
         grace_s = API_GRACE_S
@@ -187,17 +226,18 @@ class Service:
     def _ready_database(self) -> None:
         url = self.settings.database_url
         if not self._environ.get(variable("database_url")):
-            Path(self.settings.data_dir).mkdir(parents=True, exist_ok=True)
             self._set("database_url", url)
-            migrations.upgrade(url)
+            try:
+                migrations.upgrade(url)
+            except migrations.SchemaError as error:
+                raise StartError(f"{url}: {error}") from error
             return
         database = Database(url, pool_size=1)
         try:
             with database.read() as connection:
                 current = migrations.up_to_date(connection)
         except SQLAlchemyError as error:
-            reason = str(error).partition("\n")[0]  # further lines hold the statement
-            raise StartError(f"the database does not answer: {reason}") from error
+            raise _database_away(error) from error
         finally:
             database.dispose()
         if not current:
@@ -218,6 +258,8 @@ class Service:
                     raise Cancelled
                 if time.monotonic() > deadline:
                     raise StartError(f"not ready within {READY_TIMEOUT_S:g} s")
+        except SQLAlchemyError as error:
+            raise _database_away(error) from error
         finally:
             database.dispose()
 
@@ -232,6 +274,11 @@ class Service:
         with database.read() as connection:
             now = database.clock(connection)
             return {worker.model for worker in store.live_workers(connection, now)}
+
+
+def _database_away(error: SQLAlchemyError) -> StartError:
+    reason = str(error).partition("\n")[0]  # further lines hold the statement
+    return StartError(f"the database does not answer: {reason}")
 
 
 def watch_in_background(service: Service, pause_s: float = 0.2) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """`tokenmill up`: the whole service on this machine."""
 
+import shlex
 import signal
 import threading
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from cli import env_file
 from cli.addresses import is_loopback
 from cli.options import environment, settings_of
 from cli.service import Cancelled, Service, StartError
@@ -65,6 +67,9 @@ def up(
     try:
         with service:
             console.print(f"[bold green]ready[/] {service.url}  (Ctrl-C ends it)")
+            file = shlex.quote(str(Path(service.settings.data_dir) / env_file.NAME))
+            line = f"for other programs, in their shell: set -a; . {file}; set +a"
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
             while not stop.wait(WATCH_PAUSE_S):
                 service.watch()
             console.print("[dim]ending: workers finish or hand back their jobs[/]")

@@ -201,6 +201,8 @@ class Settings:
         if "lease_s" in values:
             values.setdefault("beat_s", min(5.0, values["lease_s"] / 6))
         folder = Path(values.get("data_dir", ".tokenmill"))
+        if "?" in str(folder):  # in a database URL the path would end there
+            raise SettingsError("TOKENMILL_DATA_DIR", f"must not contain '?', got {str(folder)!r}")
         values.setdefault("database_url", f"sqlite:///{folder / 'tokenmill.db'}")
         names = environ.get("TOKENMILL_MODELS", "").strip() or "smollm2-135m-instruct"
         values["models"] = _models(names, folder)
@@ -263,6 +265,8 @@ def _check(setting: Field[Any], value: Any) -> None:
         if not re.match(r"(sqlite|postgres|postgresql)(\+[a-z0-9]+)?://", value):
             # the value may hold a password: say what is wrong without repeating it
             raise SettingsError(name, "must start with sqlite:/// or postgresql://")
+        if value.startswith("sqlite") and not re.match(r"[^:]+:///(?!:memory:)[^?]", value):
+            raise SettingsError(name, "must name a file: sqlite:///PATH")
     elif setting.name == "redis_url":
         scheme = urlsplit(value).scheme
         if scheme not in ("redis", "rediss", "unix", "redis+socket"):

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import stat
 import subprocess
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from cli.client import Client, Refused
+from tests.conftest import REPOSITORY
 from tests.e2e.conftest import TOKENMILL, environment, start_up, wait_until
 
 
@@ -168,13 +170,42 @@ def test_the_doctor_sees_the_live_worker(up):
     assert done.returncode == 0, done.stdout
 
 
-def test_a_second_service_on_the_same_folder_or_port_is_refused(up, tiny_llama_dir):
-    done = tokenmill(up, "up", "--model", f"tiny={tiny_llama_dir}")
-    assert done.returncode == 1
-    assert "cannot listen on 127.0.0.1" in done.stderr
-    done = tokenmill(up, "up", "--port", "0", "--model", f"tiny={tiny_llama_dir}")
+def test_a_second_service_on_the_same_folder_or_port_is_refused(up, tiny_llama_dir, tmp_path):
+    same = ("up", "--model", f"tiny={tiny_llama_dir}")
+    done = tokenmill(up, *same)
     assert done.returncode == 1
     assert "is in use: is the service running already?" in done.stderr
+    done = tokenmill(up, *same, "--data-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert "cannot listen on 127.0.0.1" in done.stderr
+    assert (up.data_dir / "env").exists()
+
+
+def test_its_environment_can_be_read_while_it_is_ready_and_by_its_owner_alone(
+    tmp_path, tiny_llama_dir
+):
+    up = start_up(tmp_path, tiny_llama_dir)
+    file = up.data_dir / "env"
+    try:
+        assert f"set -a; . {file}; set +a" in wait_until(lambda: last_line(up, "set -a"))
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        show = f"set -a; . {file}; set +a; exec {' '.join(TOKENMILL)} status"
+        done = subprocess.run(
+            ["/bin/sh", "-c", show],
+            env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, f"{up.url} is ready" in done.stdout) == (0, True), done.stderr
+    finally:
+        assert up.end() == 0
+    assert not file.exists()
+
+
+def last_line(up, words):
+    """The last line of the log that holds `words`, or nothing."""
+    lines = [line for line in up.log.read_text().splitlines() if words in line]
+    return lines[-1] if lines else ""
 
 
 @pytest.mark.parametrize(

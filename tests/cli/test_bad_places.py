@@ -1,0 +1,180 @@
+"""Folders, databases and options that cannot be used: one line that names them, and no trace."""
+
+import os
+import signal
+import sqlite3
+
+import pytest
+from sqlalchemy import create_engine, text
+
+import migrations
+from cli import main
+from cli.servers import lock_folder
+
+
+@pytest.fixture
+def tokenmill(monkeypatch, capsys, tmp_path):
+    """Runs the command in this process: its exit status and what it said on stderr."""
+    for name in ("DATABASE_URL", "REDIS_URL", "TOKENMILL_DATA_DIR", "TOKENMILL_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["tokenmill", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        return ended.value.code or 0, capsys.readouterr().err
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(params=["a file", "below a file", "/proc/x", "/sys/x"])
+def bad_folder(request, tmp_path):
+    (tmp_path / "file").write_text("")
+    known = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "data",
+    }
+    return known.get(request.param, request.param)
+
+
+def said_in_one_line(stderr, *words):
+    last = stderr.strip().splitlines()[-1]
+    assert "Traceback" not in stderr
+    assert all(str(word) in last for word in words), stderr
+
+
+def test_a_data_folder_that_cannot_be_used_is_named(tokenmill, bad_folder, tiny_llama_dir):
+    for arguments in (
+        ("models", "fetch", tiny_llama_dir, "--name", "tiny"),
+        ("up", "--port", "0", "--model", f"tiny={tiny_llama_dir}"),
+        ("demo", "--model", f"tiny={tiny_llama_dir}"),
+    ):
+        status, stderr = tokenmill(*arguments, "--data-dir", bad_folder)
+        assert status == 1
+        said_in_one_line(stderr, bad_folder)
+
+
+def test_a_log_folder_that_cannot_be_used_is_named(tokenmill, bad_folder, tiny_llama_dir):
+    status, stderr = tokenmill(
+        *("up", "--port", "0", "--model", f"tiny={tiny_llama_dir}", "--log-dir", bad_folder)
+    )
+    assert status == 1
+    said_in_one_line(stderr, bad_folder)
+
+
+def rubbish(file):
+    file.write_bytes(bytes(range(256)) * 64)
+
+
+def of_a_newer_version(file):
+    migrations.upgrade(f"sqlite:///{file}")
+    engine = create_engine(f"sqlite:///{file}")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+
+
+def of_somebody_else(file):
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE jobs (salary INTEGER)")
+    connection.close()
+
+
+def content(file):
+    connection = sqlite3.connect(file)
+    try:
+        return list(connection.iterdump())
+    except sqlite3.DatabaseError:
+        return file.read_bytes()
+    finally:
+        connection.close()
+
+
+DATABASES = [
+    (rubbish, "file is not a database"),
+    (of_a_newer_version, "another version of Tokenmill, 9999"),
+    (of_somebody_else, "a table jobs that Tokenmill did not make"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "says"), DATABASES)
+def test_a_database_that_is_not_ours_is_named_and_left_as_it_is(
+    tokenmill, tmp_path, tiny_llama_dir, spoil, says
+):
+    file = tmp_path / "data" / "tokenmill.db"
+    file.parent.mkdir()
+    spoil(file)
+    before = content(file)
+    arguments = ("--port", "0", "--model", f"tiny={tiny_llama_dir}", "--data-dir", file.parent)
+    status, stderr = tokenmill("up", *arguments)
+    assert status == 1
+    said_in_one_line(stderr, file, says)
+    assert content(file) == before
+
+
+@pytest.mark.parametrize(("spoil", "says"), DATABASES)
+def test_migrate_says_the_same(tokenmill, tmp_path, monkeypatch, spoil, says):
+    file = tmp_path / "other.db"
+    spoil(file)
+    monkeypatch.setenv("DATABASE_URL", f"sqlite:///{file}")
+    status, stderr = tokenmill("migrate")
+    assert status == 1
+    said_in_one_line(stderr, says)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "mysql://x/y"])
+def test_a_database_that_cannot_be_is_a_bad_setting(tokenmill, monkeypatch, url):
+    monkeypatch.setenv("DATABASE_URL", url)
+    status, stderr = tokenmill("migrate")
+    assert status == 1
+    said_in_one_line(stderr, "DATABASE_URL must")
+
+
+def test_a_redis_that_is_away_is_said_at_once(tokenmill, monkeypatch, tiny_llama_dir):
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:9/0")
+    status, stderr = tokenmill("up", "--port", "0", "--model", f"tiny={tiny_llama_dir}")
+    assert status == 1
+    said_in_one_line(stderr, "REDIS_URL does not answer")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("up", "--port", "99999"), "TOKENMILL_PORT must be in [0, 65535]"),
+        (("up", "--port", "-1"), "TOKENMILL_PORT must be in [0, 65535]"),
+        (("api", "--port", "99999"), "TOKENMILL_PORT must be in [0, 65535]"),
+        (("up", "--model", "../x"), "TOKENMILL_MODELS"),
+        (("up", "--data-dir", "a?b"), "TOKENMILL_DATA_DIR must not contain '?'"),
+        (("worker", "--concurrency", "0"), "TOKENMILL_MAX_NUM_SEQS"),
+    ],
+)
+def test_an_option_out_of_bounds_is_wrong_usage(tokenmill, arguments, names):
+    status, stderr = tokenmill(*arguments)
+    assert status == 2
+    said_in_one_line(stderr, names)
+
+
+def test_a_folder_in_use_is_said_before_the_port_and_its_environment_stays(
+    tokenmill, tmp_path, tiny_llama_dir, valkey_server
+):
+    data = tmp_path / "data"
+    lock = lock_folder(data, "service", wait_s=0)
+    (data / "env").write_text("A=1\n")
+    status, stderr = tokenmill(
+        *("up", "--port", valkey_server.port, "--data-dir", data),
+        *("--model", f"tiny={tiny_llama_dir}"),
+    )
+    assert status == 1
+    said_in_one_line(stderr, f"the data folder {data} is in use")
+    assert (data / "env").read_text() == "A=1\n"
+    os.close(lock)
+    status, stderr = tokenmill(
+        *("up", "--port", valkey_server.port, "--data-dir", data),
+        *("--model", f"tiny={tiny_llama_dir}"),
+    )
+    said_in_one_line(stderr, f"cannot listen on 127.0.0.1:{valkey_server.port}")
+    assert not (data / "env").exists()  # of a service that was killed
