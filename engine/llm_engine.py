@@ -7,6 +7,8 @@ An error in a step is not caught here, but for a lack of device memory: after it
 is unknown, so the process should end and a new one take over from the last checkpoint.
 """
 
+import dataclasses
+import functools
 import gc
 import math
 import random
@@ -23,14 +25,24 @@ from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
 from engine.requests import Request, Sample
 from engine.sampler import NumericalError
-from engine.sampling_params import ParameterError, SamplingParams, check_prompt
+from engine.sampling_params import (
+    ParameterError,
+    SamplingParams,
+    check_generated,
+    check_prompt,
+)
 from engine.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence
-from engine.step_plan import ScheduledSequence, StepPlan
+from engine.sequence import FinishReason, Sequence, TokenFilter
+from engine.step_plan import StepPlan
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.pacing import Pacer
+from engine.structured.waiting import WaitingForForms
 from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
 from engine.totals import Totals
 from engine.weights import resolve_folder
+
+COMPILE_WAIT_S = 0.01  # a step's, when there is nothing to do but to wait for a form
 
 
 class Runner(Protocol):
@@ -72,16 +84,21 @@ class LLMEngine:
         self._runner: Runner = runner
         self.max_model_len = self._runner.max_model_len
         self.vocab_size = self._runner.vocab_size
+        eos_token_ids = runner.eos_token_ids | tokenizer.eos_token_ids
         self._scheduler = Scheduler(
             num_blocks=self._runner.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            eos_token_ids=runner.eos_token_ids | tokenizer.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             model_id=self._runner.model_id,
         )
+        self._waiting_for_forms = WaitingForForms(
+            GrammarCompiler(tokenizer.to_json(), self.vocab_size, eos_token_ids)
+        )
+        self._pacer = Pacer()
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._requests: dict[str, Request] = {}
@@ -91,7 +108,7 @@ class LLMEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._waiting_for_forms)
 
     def add_request(
         self,
@@ -107,6 +124,7 @@ class LLMEngine:
     ) -> None:
         """Take in a prompt (text or ids) or a chat's messages, to be scheduled from the next step.
 
+        One with a form is scheduled once that is compiled; if that fails, a step's update says so.
         `deadline_s` counts from now. `generated` is an earlier attempt's `checkpoint`: generation
         goes on behind it. Requests with different salts share no prefix. Raises ParameterError;
         then nothing has changed.
@@ -116,10 +134,14 @@ class LLMEngine:
         check_prompt(
             prompt_ids, params, vocab_size=self.vocab_size, max_model_len=self.max_model_len
         )
-        self._check_generated(generated)
+        check_generated(generated, vocab_size=self.vocab_size)
         rules = token_rules(params, self.tokenizer)
         seconds_left = min(_seconds(deadline_s), _seconds(params.timeout_s))
-        sequences = self._scheduler.add(
+        if request_id in self._waiting_for_forms:
+            raise ParameterError("request_id", f"request {request_id!r} is already here")
+        self._scheduler.check_capacity(len(prompt_ids), params.max_tokens)
+        add = functools.partial(
+            self._scheduler.add,
             request_id,
             prompt_ids,
             params,
@@ -130,11 +152,31 @@ class LLMEngine:
             cache_salt=cache_salt,
             token_rules=rules,
         )
-        samples = [self._sample(sequence) for sequence in sequences]
         has_timeout = params.timeout_s is not None and params.timeout_s == seconds_left
-        request = Request(request_id, samples, arrived_at=now, has_timeout=has_timeout)
+        admit = functools.partial(self._admit, add, now, has_timeout)
+        if params.structured_outputs is None:
+            admit(())
+            return
+        self._waiting_for_forms.put(
+            request_id, params.structured_outputs, params.n, generated, admit
+        )
+
+    def _admit(
+        self,
+        add: abc.Callable[[], list[Sequence]],
+        arrived_at: float,
+        has_timeout: bool,
+        token_filters: abc.Sequence[TokenFilter],
+    ) -> None:
+        """Give a request to the scheduler; its samples have these filters, or none."""
+        sequences = add()
+        for sequence, token_filter in zip(sequences, token_filters, strict=False):
+            sequence.token_filter = token_filter
+        samples = [self._sample(sequence) for sequence in sequences]
+        request_id = sequences[0].request_id
+        request = Request(request_id, samples, arrived_at=arrived_at, has_timeout=has_timeout)
         self._requests[request_id] = request
-        self._totals.prompt_tokens += len(prompt_ids)
+        self._totals.prompt_tokens += sequences[0].num_prompt_tokens
         for sample in samples:
             self._owners[sample.sequence.seq_id] = (request, sample)
             self._take_in_tokens(sample)
@@ -143,6 +185,9 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks at once. None when there is no such request."""
+        admit = self._waiting_for_forms.drop(request_id)
+        if admit is not None:
+            admit(())
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -153,8 +198,11 @@ class LLMEngine:
 
     def step(self) -> list[RequestUpdate]:
         """Compute one step; return what it brought, by request in order of the batch."""
+        idle = not self._requests
+        refused = self._waiting_for_forms.settle(wait_s=COMPILE_WAIT_S if idle else 0.0)
         started = self._clock()
-        plan, results = self._run(self._scheduler.schedule(started), started)
+        plan = self._pacer.admitted(self._scheduler.schedule(started), started)
+        plan, results = self._run(plan, started)
         changed = self._fail_rows(plan, results)
         tokens = [None if isinstance(result, NumericalError) else result for result in results]
         now = self._clock()
@@ -165,7 +213,7 @@ class LLMEngine:
         if not self._requests:
             assert self._scheduler.num_free_blocks == self._scheduler.num_blocks, "leaked blocks"
         self._totals.step_s += self._clock() - started
-        return updates
+        return refused + updates
 
     def generate(
         self,
@@ -176,17 +224,21 @@ class LLMEngine:
 
         Raises ParameterError when a prompt cannot be taken; then none is computed.
         """
-        if self._requests:
-            raise RuntimeError(f"generate() found {len(self._requests)} requests in the engine")
+        if self.has_unfinished:
+            raise RuntimeError("generate() found other requests in the engine")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         outputs: dict[str, RequestOutput] = {}
         try:
             for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
                 self.add_request(str(index), prompt, options)
+            while self._waiting_for_forms:
+                for update in self._waiting_for_forms.settle(wait_s=1.0):
+                    assert update.refusal is not None
+                    raise update.refusal
         except ValueError:
-            for request_id in list(self._requests):
-                self.abort(request_id)
+            for index in range(len(prompts)):
+                self.abort(str(index))
             raise
         while self.has_unfinished:
             for update in self.step():
@@ -196,12 +248,17 @@ class LLMEngine:
 
     def checkpoint(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         """The tokens each sample of an unfinished request has: enough to go on from elsewhere."""
+        if request_id in self._waiting_for_forms:
+            return self._waiting_for_forms.generated(request_id)
         return tuple(
             tuple(sample.sequence.generated_ids) for sample in self._requests[request_id].samples
         )
 
     def stats(self) -> EngineStats:
-        return self._totals.stats(self._scheduler, self.config)
+        stats = self._totals.stats(self._scheduler, self.config)
+        return dataclasses.replace(
+            stats, num_waiting=stats.num_waiting + len(self._waiting_for_forms)
+        )
 
     def check(self) -> None:
         """Assert that the books balance."""
@@ -225,16 +282,6 @@ class LLMEngine:
         detection = params.repetition_detection
         return Sample(sequence, detokenizer, None if detection is None else LoopDetector(detection))
 
-    def _check_generated(self, generated: abc.Sequence[abc.Sequence[int]]) -> None:
-        for token_ids in generated:
-            for token_id in token_ids:
-                if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                    raise ParameterError(
-                        "generated",
-                        f"generated ids must be integers in [0, {self.vocab_size}), "
-                        f"got {token_id!r}",
-                    )
-
     def _run(
         self, plan: StepPlan, now: float
     ) -> tuple[StepPlan, list[int | NumericalError | None]]:
@@ -253,7 +300,9 @@ class LLMEngine:
         except torch.OutOfMemoryError:
             pass  # what the traceback holds is freed only once we are out of here
         finally:
-            self._totals.run_s += self._clock() - started
+            ended = self._clock()
+            self._totals.run_s += ended - started
+            self._pacer.ran(plan, ended, ended - started)
         return self._run_in_less_memory(plan)
 
     def _run_in_less_memory(
@@ -265,7 +314,7 @@ class LLMEngine:
         be made in any case: block tables point at the destinations already.
         """
         _free_memory()
-        half = _half(plan)
+        half = plan.half()
         try:
             return half, self._runner.run(half)
         except torch.OutOfMemoryError:
@@ -340,19 +389,6 @@ def _seconds(deadline_s: float | None) -> float:
             "deadline_s", f"deadline_s must be a finite number, got {deadline_s!r}"
         )
     return deadline_s
-
-
-def _half(plan: StepPlan) -> StepPlan:
-    """The plan's first half of tokens, at least one; its last row may be cut short."""
-    budget = max(1, plan.num_tokens // 2)
-    rows = []
-    for row in plan.scheduled:
-        num_tokens = min(row.num_scheduled_tokens, budget)
-        if num_tokens == 0:
-            break
-        rows.append(ScheduledSequence(row.sequence, num_tokens))
-        budget -= num_tokens
-    return StepPlan(tuple(rows), plan.block_copies)
 
 
 def _free_memory() -> None:

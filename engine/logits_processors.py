@@ -1,9 +1,9 @@
 """What a request does to its logits before a token is chosen.
 
-In this order: penalties, logit bias, then what may be drawn at all: allowed ids, banned ids, and
-last a forced one. A structured output's mask is one more limit of that kind and belongs between the
-allowed and the banned ids. Every change is to one row and depends on that row's own tokens alone;
-rows that ask for nothing are not looked at, and nothing loops over the vocabulary in Python.
+In this order: penalties, logit bias, then what may be drawn at all: allowed ids, a structured
+output's mask, banned ids, and last a forced one. Every change is to one row and depends on that
+row's own tokens alone; rows that ask for nothing are not looked at, and nothing loops over the
+vocabulary in Python.
 
 Sources: Keskar et al. 2019 (CTRL), repetition penalty; OpenAI's API reference, presence and
 frequency penalty and logit bias; vLLM, bad words.
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling_params import SamplingParams
+from engine.token_masks import apply_masks
 from engine.token_rules import TokenRules
 
 
@@ -132,6 +133,9 @@ class ProcessedRow(Protocol):
     def banned(self) -> tuple[int, ...]: ...
 
     @property
+    def mask(self) -> bytes | None: ...
+
+    @property
     def forced(self) -> int | None: ...
 
 
@@ -145,6 +149,7 @@ def process(
         _penalize(logits, [(i, rows[i]) for i in changed if rows[i].tally is not None])
         _add_bias(logits, [(i, rows[i]) for i in changed if rows[i].params.logit_bias])
         _allow(logits, [(i, ids) for i in changed if (ids := rows[i].params.allowed_token_ids)])
+        apply_masks(logits, {i: mask for i in changed if (mask := rows[i].mask) is not None})
         _ban(logits, [(i, rows[i].banned) for i in changed if rows[i].banned])
         _force(logits, [(i, token) for i in changed if (token := rows[i].forced) is not None])
     return changed
@@ -154,6 +159,7 @@ def _asks(row: ProcessedRow) -> bool:
     params = row.params
     return bool(
         row.banned
+        or row.mask is not None
         or row.tally is not None
         or params.logit_bias
         or params.allowed_token_ids

@@ -18,7 +18,7 @@ from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
 from engine.logits_processors import TokenHistory
 from engine.models.model import Model, load_model
-from engine.sampler import NumericalError, SampledRow, sample
+from engine.sampler import NothingAllowedError, NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
@@ -88,9 +88,14 @@ class ModelRunner:
             return results
         sampling = [i for i, row in enumerate(plan.scheduled) if row.samples]
         logits = self.logits(plan.scheduled)
-        rows = [self._sampled_row(plan.scheduled[i].sequence) for i in sampling]
-        for i, drawn in zip(sampling, sample(logits, rows), strict=True):
-            results[i] = drawn
+        # masks are made here, while a GPU computes the logits
+        masks = [_mask(plan.scheduled[i].sequence) for i in sampling]
+        rows = [
+            self._sampled_row(plan.scheduled[i].sequence, mask)
+            for i, mask in zip(sampling, masks, strict=True)
+        ]
+        for i, drawn, mask in zip(sampling, sample(logits, rows), masks, strict=True):
+            results[i] = mask if isinstance(mask, NumericalError) else drawn
         return results
 
     @torch.inference_mode()
@@ -145,7 +150,9 @@ class ModelRunner:
             logit_rows=self._tensor(cu_query_lens[1:][samples] - 1, torch.int64),
         )
 
-    def _sampled_row(self, sequence: Sequence) -> SampledRow:
+    def _sampled_row(
+        self, sequence: Sequence, mask: bytes | NothingAllowedError | None
+    ) -> SampledRow:
         params = sequence.params
         banned: tuple[int, ...] = ()
         history = self._history(sequence)
@@ -161,6 +168,7 @@ class ModelRunner:
             sample_index=sequence.sample_index,
             position=sequence.num_tokens,
             banned=banned,
+            mask=b"" if isinstance(mask, NothingAllowedError) else mask,
             tally=None if history is None else history.tally,
             forced=None if history is None else history.forced,
         )
@@ -216,6 +224,16 @@ class ModelRunner:
         row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, sample_index=0, position=0)
         sample(logits, [row] * num_rows)
         torch.cuda.synchronize(self.device)
+
+
+def _mask(sequence: Sequence) -> bytes | NothingAllowedError | None:
+    """What the sequence's form allows next, or why it allows nothing; None without a form."""
+    if sequence.token_filter is None:
+        return None
+    try:
+        return sequence.token_filter.mask(sequence.generated_ids)
+    except ValueError as error:
+        return NothingAllowedError(f"the output's form ends in nothing: {error}")
 
 
 def _device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ Values only; imports no torch. Times are seconds of the engine's clock, which is
 
 from dataclasses import dataclass
 
+from engine.parameter_error import ParameterError
 from engine.sequence import FinishReason
 
 
@@ -55,11 +56,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUpdate:
-    """What a step brought for one request; `output` is set once, in the last update."""
+    """What a step brought for one request; the last has its output or its refusal."""
 
     request_id: str
     deltas: tuple[Delta, ...]
     output: RequestOutput | None = None
+    refusal: ParameterError | None = None  # in place of all: its form cannot be used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

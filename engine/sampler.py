@@ -45,6 +45,7 @@ class SampledRow:
     sample_index: int
     position: int  # index in the sequence of the token being drawn
     banned: tuple[int, ...] = ()  # ids that may not be drawn here, in [0, vocab)
+    mask: bytes | None = None  # of the ids that a form allows, see token_masks; None: any
     tally: TokenTally | None = None  # of the tokens that the row's penalties touch
     forced: int | None = None  # the id that has to be drawn here
 

@@ -1,13 +1,16 @@
 """What a client may ask of one generation: each option is declared, bounded and explained here.
 
-Knows nothing of tokens' text, models or batches; imports nothing but the standard library, so that
-every floor of the house may use it as its door check. Options that act on a token's probability do
-so in the order of logits_processors.py.
+Knows nothing of tokens' text, models or batches; imports nothing beyond the standard library, so
+that every floor of the house may use it as its door check. Options that act on a token's
+probability do so in the order of logits_processors.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+from engine.parameter_error import ParameterError as ParameterError
+from engine.structured_outputs import StructuredOutputs
 
 MAX_N = 16
 MAX_STOP_STRINGS = 16
@@ -20,16 +23,6 @@ MAX_LOGPROBS = 20
 MAX_PATTERN_SIZE = 64
 MAX_TIMEOUT_S = 30 * 86400.0  # a job's longest deadline
 GREEDY_BELOW = 1e-4  # a temperature this small divides logits into overflow; it means argmax
-
-
-class ParameterError(ValueError):
-    """A value outside its bounds; `param` is the field a client would have to change."""
-
-    code: str | None = None  # for a client's program, where `param` alone does not tell
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +71,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # [0, 20]: the same of the prompt
     repetition_detection: RepetitionDetection | None = None  # ends a loop; None: nothing does
     timeout_s: float | None = None  # (0, 30 days] from when the engine takes it in: deadline
+    structured_outputs: StructuredOutputs | None = None  # the form it must have; None: any
     thinking_token_budget: int | None = None  # most tokens between <think> and </think>
 
     def __post_init__(self) -> None:
@@ -105,6 +99,7 @@ class SamplingParams:
         _check_logit_bias(self.logit_bias)
         self._check_allowed_token_ids()
         self._check_scoring()
+        self._check_form()
 
     @property
     def greedy(self) -> bool:
@@ -144,6 +139,16 @@ class SamplingParams:
         if self.n > 1:
             raise ParameterError("n", f"n must be 1 when max_tokens is 0, got {self.n}")
 
+    def _check_form(self) -> None:
+        """The form alone says when an output may end, and then it must."""
+        if self.structured_outputs is None:
+            return
+        for name in ("ignore_eos", "min_tokens", "thinking_token_budget"):
+            if getattr(self, name) not in (None, 0):
+                raise ParameterError(
+                    name, f"{name} cannot be combined with {self.structured_outputs.param}"
+                )
+
 
 OPTION_NAMES = frozenset(field.name for field in fields(SamplingParams))
 
@@ -165,6 +170,9 @@ def params_of(options: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
                 param = f"repetition_detection.{name}"
                 raise ParameterError(param, f"{param} is required")
         options["repetition_detection"] = RepetitionDetection(**detection)
+    form = options.get("structured_outputs")
+    if form is not None:
+        options["structured_outputs"] = StructuredOutputs(**form)
     return SamplingParams(**options, max_tokens=max_tokens)
 
 
@@ -207,6 +215,17 @@ def check_prompt(
             f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) must be at most "
             f"{max_model_len}, got {len(token_ids) + params.max_tokens}",
         )
+
+
+def check_generated(generated: Sequence[Sequence[int]], *, vocab_size: int) -> None:
+    """The same check of an earlier attempt's tokens. Raises ParameterError."""
+    for token_ids in generated:
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ParameterError(
+                    "generated",
+                    f"generated ids must be integers in [0, {vocab_size}), got {_shown(token_id)}",
+                )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

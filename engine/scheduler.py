@@ -140,7 +140,7 @@ class Scheduler:
                 f"generated must have {params.n} samples of at most {params.max_tokens} tokens, "
                 f"got {counts}",
             )
-        self._check_capacity(len(prompt_ids), params.max_tokens)
+        self.check_capacity(len(prompt_ids), params.max_tokens)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         sequences = [
@@ -247,7 +247,8 @@ class Scheduler:
         assert self._num_blocks_wanted == sum(map(self._num_blocks_at_most, unfinished))
         self._blocks.check(self._running)
 
-    def _check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    def check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises ParameterError, or CapacityError, for what could never be finished here."""
         if num_prompt_tokens < 1:
             raise ParameterError("prompt", "prompt must have at least 1 token, got 0")
         needed = num_prompt_tokens + max_tokens

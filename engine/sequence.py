@@ -3,8 +3,10 @@
 Knows nothing of text, models or the queue. Imports no torch.
 """
 
+from collections import abc
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from engine.sampling_params import SamplingParams
 from engine.token_rules import NO_RULES, TokenRules
@@ -14,6 +16,15 @@ class SequenceState(StrEnum):
     WAITING = "waiting"  # holds no blocks; new, or preempted
     RUNNING = "running"  # holds blocks; may be scheduled
     FINISHED = "finished"  # holds nothing; has a finish_reason
+
+
+class TokenFilter(Protocol):
+    """What may come next in a sequence whose output must have a form."""
+
+    cost_s: float  # seconds that the last mask took
+
+    def mask(self, generated_ids: abc.Sequence[int]) -> bytes:
+        """One bit for each id, lowest first. Raises ValueError: from here on nothing may come."""
 
 
 class FinishReason(StrEnum):
@@ -39,6 +50,7 @@ class Sequence:
     params: SamplingParams
     seed: int  # of this request's noise; with sample_index and position it fixes every draw
     token_rules: TokenRules = NO_RULES
+    token_filter: TokenFilter | None = None  # of this sequence alone; None: any token may come
     priority: int = 0  # higher first
     arrival: int = 0  # order of arrival; ties of priority are served in it
     cache_salt: bytes = b""  # sequences with different salts never share blocks

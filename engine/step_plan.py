@@ -35,3 +35,15 @@ class StepPlan:
     @property
     def empty(self) -> bool:
         return not self.scheduled
+
+    def half(self) -> "StepPlan":
+        """The first half of its tokens, at least one; the last row may be cut short."""
+        budget = max(1, self.num_tokens // 2)
+        rows = []
+        for row in self.scheduled:
+            num_tokens = min(row.num_scheduled_tokens, budget)
+            if num_tokens == 0:
+                break
+            rows.append(ScheduledSequence(row.sequence, num_tokens))
+            budget -= num_tokens
+        return StepPlan(tuple(rows), self.block_copies)

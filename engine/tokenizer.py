@@ -185,6 +185,10 @@ class Tokenizer:
             max_calls=max_calls,
         )
 
+    def to_json(self) -> str:
+        """All of it in the form of a tokenizer.json, added tokens included."""
+        return self._rust.to_str()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all ids at once; ids beyond the vocabulary have none.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs import openai_fields as fields
+from jobs import structured_outputs
 from jobs.openai_fields import BodyError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -54,6 +55,9 @@ def parse(url: str, body: object) -> Generation:
     options = {
         field: read(field, given[field]) for field, read in _OPTIONS.items() if field in given
     }
+    form = structured_outputs.read(given)
+    if form is not None:
+        options["structured_outputs"] = form
     model = fields.text("model", given.get("model"))
     if not model:
         raise BodyError("model", "model must not be empty")
@@ -136,7 +140,7 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
     neutral = _NEUTRAL | (_CHAT_NEUTRAL if chat else _COMPLETIONS_NEUTRAL)
     refused = _CHAT_REFUSED if chat else _COMPLETIONS_REFUSED
     for name, value in body.items():
-        if name in works or name in _OPTIONS:
+        if name in works or name in _OPTIONS or name in structured_outputs.NAMES:
             continue
         if value is None and (name in _HARMLESS or name in neutral or name in refused):
             continue
@@ -289,7 +293,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

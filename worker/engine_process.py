@@ -149,8 +149,7 @@ class EngineServer:
                 generated=add.generated,
             )
         except ParameterError as error:
-            capacity = isinstance(error, CapacityError)
-            self._refused.append(Refused(add.key, error.param, str(error), capacity))
+            self._refused.append(refused(add.key, error))
 
     def _send(self, updates: list[RequestUpdate]) -> None:
         ended_now = self._ended + [ended(u.output) for u in updates if u.output is not None]
@@ -166,7 +165,8 @@ class EngineServer:
                 if delta.token_ids
             ],
             ended=ended_now,
-            refused=self._refused,
+            refused=self._refused
+            + [refused(u.request_id, u.refusal) for u in updates if u.refusal is not None],
             stats=self._stats_if_due(stats),
         )
         self._ended, self._refused = [], []
@@ -178,6 +178,10 @@ class EngineServer:
             return {}
         self._stats_due = now + STATS_EVERY_S
         return dataclasses.asdict(stats)
+
+
+def refused(key: str, error: ParameterError) -> Refused:
+    return Refused(key, error.param, str(error), isinstance(error, CapacityError))
 
 
 def ended(output: RequestOutput) -> Ended:

@@ -21,6 +21,7 @@ CHAT_WORKS = {
     "max_completion_tokens": 3, "max_tokens": 3, "messages": [{"role": "user", "content": "Bye"}],
     "model": "other", "n": 2, "seed": 7, "stop": ["x"], "temperature": 0.5, "top_p": 0.5,
     "frequency_penalty": 1, "logit_bias": {"5": 1}, "presence_penalty": 1.5,
+    "response_format": {"type": "json_object"},
 }  # fmt: skip
 CHAT_HARMLESS = {
     "metadata": {"k": "v"}, "parallel_tool_calls": False, "prompt_cache_key": "k",
@@ -31,7 +32,7 @@ CHAT_REFUSED = {
     "functions": [{"name": "f"}], "logprobs": True,
     "modalities": ["audio"], "moderation": {}, "prediction": {"type": "content"},
     "prompt_cache_options": {}, "prompt_cache_retention": "24h",
-    "reasoning_effort": "low", "response_format": {"type": "json_object"}, "store": True,
+    "reasoning_effort": "low", "store": True,
     "stream": True, "stream_options": {"include_usage": True}, "tool_choice": "required",
     "tools": [{"type": "function"}], "top_logprobs": 2, "verbosity": "low",
     "web_search_options": {},
@@ -88,7 +89,8 @@ def test_options_arrive_under_the_samplers_names():
         assert options == read
         params = params_of(options, max_tokens=5)
         assert params.repetition_detection == RepetitionDetection(max_pattern_size=20, min_count=4)
-    assert set(given) | {"max_tokens", "logprobs", "prompt_logprobs"} == OPTION_NAMES
+    others = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+    assert set(given) | others == OPTION_NAMES
     assert chat(stop=["a", "b"]).options["stop"] == ("a", "b")
 
 

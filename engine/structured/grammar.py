@@ -1,0 +1,195 @@
+"""A form in llguidance's words, and where one sequence stands in it.
+
+llguidance (an Earley parser over a lexer of regex derivatives) makes a mask from scratch for each
+step and caches the lexer's states, so there is little to compile and any grammar has its price at
+each step. That price is bounded here: a mask that would take more than the limits below is an
+error of its row.
+
+    GrammarError
+    └── _FullError
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from engine.structured_outputs import StructuredOutputs
+
+STATES_MAX = 20_000  # of a grammar's lexer, 1 to 2 KB each
+LIMITS = LLParserLimits(
+    max_lexer_states=STATES_MAX,
+    step_lexer_fuel=100_000,  # about 7 ms
+    step_max_items=20_000,
+    max_items_in_row=4_000,  # a schema of 800 optional properties takes 3,200
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+MAX_MESSAGE_CHARS = 300
+# what the library says, and what a client can do about it
+_PLAIN_WORDS = (
+    (
+        "oneOf constraints are not supported",
+        "oneOf works only where the branches exclude each other by their type or by a constant "
+        "property; use anyOf",
+    ),
+    ("Unimplemented keys: ", "keywords that are not supported: "),
+    ("NoExtension", "no output can have this form"),
+    ("too many expressions", "too complex"),
+    ("too many states", "too complex"),
+    ("Too many items", "too complex"),
+    ("items; max is", "too complex"),
+    ("lexer precomputation failed", "too complex"),
+    ("too deeply nested", "too deeply nested"),
+    ("fuel exhausted", "too complex"),
+)
+
+
+class GrammarError(ValueError):
+    """A form that cannot be used, or that leads nowhere or too far at this place."""
+
+
+class _FullError(GrammarError):
+    """The lexer has as many states as it may."""
+
+
+def load_vocabulary(
+    tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]
+) -> LLTokenizer:
+    """The ids' bytes, as llguidance keeps them. Raises GrammarError.
+
+    Holds the interpreter's lock for up to a second: for a process that steps, a thing of its start.
+    """
+    spec = json.loads(tokenizer_json)
+    if "merges" in spec["model"]:
+        # it would tokenize with them, which is never asked of it, and spend a second on it
+        spec["model"]["merges"] = []
+    try:
+        return LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+    except ValueError as error:
+        raise GrammarError(f"this model's tokenizer allows no structured output: {error}") from None
+
+
+def translate(form: StructuredOutputs) -> str:
+    """The form as llguidance's own grammar; says nothing of whether it works. Raises GrammarError.
+
+    May take time: for the process that may be killed.
+    """
+    try:
+        if form.kind == "json":
+            return LLMatcher.grammar_from_json_schema(
+                form.text,
+                # every option, so that none can come in by the schema's x-guidance
+                overrides={
+                    "item_separator": ",",
+                    "key_separator": ":",
+                    "whitespace_flexible": False,
+                    "whitespace_pattern": form.whitespace or None,
+                    "coerce_one_of": False,
+                    "lenient": False,
+                    "json_allow_general_unicode_escapes": False,
+                },
+            )
+        if form.kind == "choice":
+            return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(form.text))))
+        if form.kind == "regex":
+            return LLMatcher.grammar_from_regex(form.text)
+        return grammar_from("grammar", form.text)
+    except ValueError as error:
+        raise GrammarError(plain_message(str(error))) from None
+
+
+def _escaped(text: str) -> str:
+    """A regex of this text alone."""
+    return "".join(
+        letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}"
+        for letter in text
+    )
+
+
+def plain_message(message: str) -> str:
+    for theirs, ours in _PLAIN_WORDS:
+        _, found, after = message.partition(theirs)
+        if found:
+            message = ours + (after if ours.endswith(": ") else "")
+            break
+    message = " ".join(message.partition("\n<")[0].split())
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+
+
+class Grammar:
+    """A form ready for use; its sequences share what the lexer learns."""
+
+    def __init__(self, vocabulary: LLTokenizer, source: str) -> None:
+        """`source` is what `translate` made. Raises GrammarError."""
+        self._vocabulary = vocabulary
+        self._source = source
+        self._start = self._built()
+
+    def state(self) -> "GrammarState":
+        return GrammarState(self)
+
+    def fresh(self) -> LLMatcher:
+        return self._start.deep_copy()
+
+    def rebuilt(self) -> LLMatcher:
+        """As `fresh`, with a lexer that has learnt nothing: its states count against a limit."""
+        self._start = self._built()
+        return self.fresh()
+
+    def _built(self) -> LLMatcher:
+        matcher = LLMatcher(self._vocabulary, self._source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(plain_message(matcher.get_error()))
+        return matcher
+
+
+class GrammarState:
+    """Where one sequence stands: a pure function of the ids it has generated."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.fresh()
+        self._ids: list[int] = []  # taken in
+        self.cost_s = 0.0  # of the last mask
+
+    def mask(self, generated_ids: Sequence[int]) -> bytes:
+        """One bit for each id, lowest first: whether it may follow the generated ids.
+
+        Where the form is complete that is end-of-sequence alone. Raises GrammarError.
+        """
+        began = perf_counter()
+        try:
+            return self._mask(generated_ids)
+        except _FullError:
+            # the limit counts the states that any sequence of this grammar has ever led to
+            self._matcher, self._ids = self._grammar.rebuilt(), []
+            return self._mask(generated_ids)
+        finally:
+            self.cost_s = perf_counter() - began
+
+    def catch_up(self, generated_ids: Sequence[int]) -> None:
+        """Take in ids beforehand, where it holds nobody up. What is wrong with them shows later."""
+        for token_id in generated_ids[len(self._ids) :]:
+            if not self._matcher.consume_token(token_id):
+                return
+            self._ids.append(token_id)
+
+    def _mask(self, generated_ids: Sequence[int]) -> bytes:
+        num_taken = len(self._ids)
+        if list(generated_ids[:num_taken]) != self._ids:  # another past: begin again
+            self._matcher, self._ids, num_taken = self._grammar.fresh(), [], 0
+        for token_id in generated_ids[num_taken:]:
+            if not self._matcher.consume_token(token_id):
+                raise self._error()
+            self._ids.append(token_id)
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise self._error()
+        return mask
+
+    def _error(self) -> GrammarError:
+        message = self._matcher.get_error()
+        kind = _FullError if "too many states" in message else GrammarError
+        return kind(plain_message(message))

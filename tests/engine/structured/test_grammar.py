@@ -1,0 +1,176 @@
+"""A form's words for llguidance, and where a sequence stands in it."""
+
+import json
+import random
+
+import pytest
+from llguidance import LLParserLimits
+
+from engine.structured.grammar import Grammar, GrammarError, load_vocabulary, translate
+from engine.structured_outputs import StructuredOutputs
+from engine.tokenizer import Tokenizer
+
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama_dir):
+    return Tokenizer.load(tiny_llama_dir)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    # more ids than the tokenizer has, as in a padded embedding
+    return load_vocabulary(tokenizer.to_json(), tokenizer.vocab_size + 50, {EOS})
+
+
+def form(kind, text, **options):
+    return StructuredOutputs(kind=kind, text=text, **options)
+
+
+def allowed(mask):
+    return {8 * i + bit for i, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1}
+
+
+@pytest.fixture(scope="module")
+def accepts(vocabulary, tokenizer):
+    """Whether the text has the form, by the engine's own masks alone."""
+
+    def judge(asked, text):
+        state = Grammar(vocabulary, translate(asked)).state()
+        ids = []
+        for token_id in tokenizer.encode(text):
+            if token_id not in allowed(state.mask(ids)):
+                return False
+            ids.append(token_id)
+        return EOS in allowed(state.mask(ids))
+
+    return judge
+
+
+def test_a_complete_form_allows_the_end_alone(vocabulary, tokenizer):
+    state = Grammar(vocabulary, translate(form("regex", "ab?"))).state()
+    assert EOS not in allowed(state.mask([]))
+    assert EOS in allowed(state.mask(tokenizer.encode("a")))
+    assert allowed(state.mask(tokenizer.encode("ab"))) == {EOS}
+
+
+def test_a_mask_is_a_function_of_the_generated_ids_alone(vocabulary, tokenizer):
+    grammar = Grammar(vocabulary, translate(form("json", '{"type":"object"}')))
+    texts = ['{"a": 1, "b": [true, null]}', '{"xyz": "a\\u0000b"}', '{\n "k": -1.5e3}']
+    rng = random.Random(5)
+    wandering = grammar.state()
+    for _ in range(60):
+        ids = tokenizer.encode(rng.choice(texts))
+        known = ids[: rng.randrange(len(ids) + 1)]
+        fresh = Grammar(vocabulary, translate(form("json", '{"type":"object"}'))).state()
+        assert wandering.mask(known) == fresh.mask(known)
+
+
+def test_no_id_beyond_the_vocabulary_and_no_special_one_is_allowed(vocabulary, tokenizer):
+    ids = allowed(Grammar(vocabulary, translate(form("regex", "(.|\\n)*"))).state().mask([]))
+    assert max(ids) < tokenizer.vocab_size
+    assert ids & {0, 1, 2} == {EOS}
+
+
+@pytest.mark.parametrize(
+    ("text", "bounded", "compact", "own"),
+    [
+        ('{"a":1}', True, True, True),
+        ('{"a": 1}', True, False, True),
+        ('{"a":  1}', True, False, False),
+        ('{"a":   1}', False, False, False),
+        ('{\n  "a": 1\n}', True, False, False),
+        ('{\n\n"a": 1}', False, False, False),
+        ('{"a":\t1}', False, False, False),
+        ("{" + "\n" + " " * 17 + '"a":1}', False, False, False),
+        (' {"a":1}', False, False, False),
+    ],
+)
+def test_white_space_is_bounded_unless_asked_for(accepts, text, bounded, compact, own):
+    schema = '{"type":"object"}'
+    assert accepts(form("json", schema), text) == bounded
+    assert accepts(form("json", schema, whitespace=""), text) == compact
+    assert accepts(form("json", schema, whitespace=" "), text) == own
+
+
+def test_a_choice_is_taken_by_the_letter(accepts):
+    choices = ["a.b", "a|c", "\\x41", "é☃", "(", "日本\n"]
+    asked = form("choice", json.dumps(choices))
+    assert all(accepts(asked, choice) for choice in choices)
+    assert not any(accepts(asked, text) for text in ["axb", "a", "A", "c", "é", ""])
+
+
+def test_an_expression_is_that_of_the_whole_text(accepts):
+    assert accepts(form("regex", "^ab$"), "ab")
+    assert not accepts(form("regex", "ab"), "abc")
+    assert not accepts(form("regex", "b"), "ab")
+
+
+def test_properties_come_in_the_order_of_the_schema(accepts):
+    asked = form("json", '{"type":"object","properties":{"z":{},"a":{}},"required":["z","a"]}')
+    assert accepts(asked, '{"z":1,"a":2}')
+    assert not accepts(asked, '{"a":2,"z":1}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json", '{"not":{}}', "not supported: .*not"),
+        ("json", '{"not":{},"x-guidance":{"lenient":true}}', "not supported: .*not"),
+        ("json", '{"type":"array","uniqueItems":true}', "uniqueItems"),
+        ("json", '{"type":"string","format":"colour"}', "colour"),
+        ("json", '{"type":"strin"}', "strin"),
+        ("json", '{"enum":[]}', "empty"),
+        ("json", '{"$ref":"https://elsewhere.example/schema"}', "not present"),
+        ("json", '{"oneOf":[{"type":"string"},{"minLength":3}]}', "use anyOf"),
+        ("json", '{"oneOf":[{"type":"null"},{}],"x-guidance":{"coerce_one_of":true}}', "use anyOf"),
+        ("regex", "(a", "unclosed"),
+        ("regex", "a(?=b)", "look-around"),
+        ("regex", "(a)\\1", "backreferences"),
+        ("grammar", "garbage", "::="),
+        ("grammar", "start: other", "unknown name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_is_refused_by_name(vocabulary, kind, text, message):
+    with pytest.raises(GrammarError, match=message) as caught:
+        Grammar(vocabulary, translate(form(kind, text)))
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("json", '{"$ref":"#"}'), ("grammar", "start: start")])
+def test_a_form_that_nothing_has_is_found_at_its_first_mask(vocabulary, kind, text):
+    grammar = Grammar(vocabulary, translate(form(kind, text)))
+    with pytest.raises(GrammarError, match="no output can have this form"):
+        grammar.state().mask([])
+
+
+def test_a_lexer_that_is_full_begins_anew_and_gives_the_same_masks(
+    vocabulary, tokenizer, monkeypatch
+):
+    source = translate(form("regex", "(.*a){3}.*"))
+    text = "the quick brown fox jumps over a lazy dog and runs into a garden, a job is a row"
+    ids = tokenizer.encode(text)
+    roomy = Grammar(vocabulary, source).state()
+    expected = [roomy.mask(ids[:i]) for i in range(len(ids))]
+    built = []
+    monkeypatch.setattr("engine.structured.grammar.LIMITS", LLParserLimits(max_lexer_states=30))
+    tight = Grammar(vocabulary, source)
+    rebuilt = tight.rebuilt
+    monkeypatch.setattr(tight, "rebuilt", lambda: built.append(1) or rebuilt())
+    state = tight.state()
+    for i in range(len(ids)):
+        try:
+            mask = state.mask(ids[:i])
+        except GrammarError:
+            break
+        assert mask == expected[i]
+    assert built
+    assert i > 1
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_an_error_of_the_form(tokenizer):
+    spec = json.loads(tokenizer.to_json()) | {"decoder": None}
+    with pytest.raises(GrammarError, match="tokenizer"):
+        load_vocabulary(json.dumps(spec), 384, {EOS})
