@@ -81,7 +81,10 @@ class Door:
                 code="model_not_found",
             )
         prompt_ids = model.tokenizer.encode_input(
-            prompt=generation.prompt, messages=generation.messages
+            prompt=generation.prompt,
+            messages=generation.messages,
+            tools=generation.tool_use.tools,
+            variables=generation.template_variables,
         )
         # at least 1, so that a prompt without room for output is refused for its own length
         room = max(1, model.max_model_len - len(prompt_ids))

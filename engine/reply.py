@@ -71,13 +71,9 @@ def parse_reply(text: str, form: ReplyForm) -> Reply:
     return parser.add(text) + parser.end()
 
 
-def num_reasoning_tokens(token_ids: Sequence[int], form: ReplyForm, reply: Reply) -> int | None:
-    """Of a reply's ids, those between the tags of its thought; None if they cannot be told."""
-    if form.thinking_ids is None:
-        return None
-    if not reply.reasoning:
-        return 0
-    start, end = form.thinking_ids
+def num_reasoning_tokens(token_ids: Sequence[int], thinking_ids: tuple[int, int]) -> int:
+    """Of the ids of a reply that opens with a thought, those between its tags."""
+    start, end = thinking_ids
     thought = list(token_ids)
     if end in thought:
         thought = thought[: thought.index(end)]

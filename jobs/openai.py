@@ -7,21 +7,18 @@ options are the engine's to check; here only that each has the right type.
 BodyError
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import openai_fields as fields
-from jobs import structured_outputs
+from jobs import openai_messages, openai_tools, structured_outputs
 from jobs.openai_fields import BodyError
+from jobs.openai_tools import NO_TOOLS, ToolCall, ToolUse
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETIONS)
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the older endpoint
-MAX_MESSAGES = 4096
-_NAME = re.compile(r"[^\s<|\\/>]{1,64}")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +26,9 @@ class Generation:
     """What a body asks for. Exactly one of messages and prompt is given."""
 
     model: str
-    messages: list[dict[str, Any]] | None = None  # role, content, perhaps name
+    messages: list[dict[str, Any]] | None = None  # as chat templates take them
+    tool_use: ToolUse = NO_TOOLS
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | tuple[int, ...] | None = None  # text or token ids
     options: Mapping[str, Any]  # the sampling options given, under SamplingParams' names
     max_tokens: int | None = None  # None: as many as the model's length leaves room for
@@ -42,6 +41,8 @@ class Choice:
     index: int
     text: str
     finish_reason: str  # the engine's: stop, length, repetition, deadline
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 def parse(url: str, body: object) -> Generation:
@@ -64,7 +65,11 @@ def parse(url: str, body: object) -> Generation:
     if url == CHAT:
         return Generation(
             model=model,
-            messages=_messages(given.get("messages")),
+            messages=openai_messages.messages(given.get("messages")),
+            tool_use=openai_tools.tool_use(given),
+            template_variables=openai_tools.template_variables(
+                given.get("chat_template_kwargs", {})
+            ),
             options=options,
             max_tokens=_max_tokens(given),
         )
@@ -86,22 +91,29 @@ def response_body(
     prompt_tokens: int,
     cached_tokens: int,
     completion_tokens: int,
+    reasoning_tokens: int | None = None,  # of these; None for a model that does not think
 ) -> dict[str, Any]:
     """The endpoint's own response body."""
     assert url in URLS, url
     chat = url == CHAT
     suffix = job_id.removeprefix("job_")
+    details = (
+        {}
+        if reasoning_tokens is None
+        else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+    )
     return {
         "id": f"chatcmpl-{suffix}" if chat else f"cmpl-{suffix}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(created),
         "model": model,
-        "choices": [_choice(choice, chat) for choice in choices],
+        "choices": [_choice(choice, job_id if chat else None) for choice in choices],
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            **details,
         },
     }
 
@@ -117,13 +129,22 @@ _FINISH_REASONS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def _choice(choice: Choice, chat: bool) -> dict[str, Any]:
+def _choice(choice: Choice, chat_id: str | None) -> dict[str, Any]:
     finish_reason, marker = _FINISH_REASONS[choice.finish_reason]
-    outcome: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        if chat
-        else {"text": choice.text}
-    )
+    outcome: dict[str, Any]
+    if chat_id is None:
+        outcome = {"text": choice.text}
+    else:
+        message = openai_tools.message(
+            choice.text,
+            reasoning=choice.reasoning,
+            calls=choice.calls,
+            job_id=chat_id,
+            sample=choice.index,
+        )
+        outcome = {"message": message}
+    if choice.calls and choice.finish_reason == "stop":
+        finish_reason = "tool_calls"
     return {
         "index": choice.index,
         **outcome,
@@ -170,64 +191,6 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
             f"got {values['max_tokens']} and {values['max_completion_tokens']}",
         )  # fmt: skip
     return next(iter(values.values()), None)
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise BodyError("messages", f"messages must be a list, got {fields.kind(value)}")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        raise BodyError(
-            "messages", f"messages must have 1 to {MAX_MESSAGES} entries, got {len(value)}"
-        )
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
-
-
-def _message(path: str, message: object) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise BodyError(path, f"{path} must be an object, got {fields.kind(message)}")
-    given = {name: value for name, value in message.items() if value is not None and value != []}
-    for name in message:
-        if name in ("tool_calls", "tool_call_id", "function_call", "refusal", "audio"):
-            if name in given:
-                raise BodyError(f"{path}.{name}", f"{path}.{name} is not supported yet")
-        elif name not in ("role", "content", "name"):
-            raise BodyError(f"{path}.{name}", f"{path}.{name} is not a field of a message")
-    role = given.get("role")
-    if role in ("tool", "function"):
-        raise BodyError(f"{path}.role", f"{path}.role {role!r} is not supported yet")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise BodyError(
-            f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r}"
-        )
-    read = {"role": _ROLES[role], "content": _content(f"{path}.content", given.get("content"))}
-    if "name" in given:
-        name = fields.text(f"{path}.name", given["name"])
-        if not _NAME.fullmatch(name):
-            raise BodyError(
-                f"{path}.name", f"{path}.name must have 1 to 64 characters without spaces or <|\\/>"
-            )
-        read["name"] = name
-    return read
-
-
-def _content(path: str, content: object) -> str:
-    if not isinstance(content, list):
-        return fields.text(path, content)
-    texts = []
-    for i, part in enumerate(content):
-        at = f"{path}[{i}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or kind != "text":
-            raise BodyError(
-                at, f"{at} must be a part of type text, got {kind or fields.kind(part)!r}"
-            )
-        for name in part:
-            if name not in ("type", "text"):
-                raise BodyError(f"{at}.{name}", f"{at}.{name} is not a field of a text part")
-        texts.append(fields.text(f"{at}.text", part.get("text")))
-    if not texts:
-        raise BodyError(path, f"{path} must have at least 1 part")
-    return "\n".join(texts)
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
@@ -277,7 +240,10 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "thinking_token_budget": fields.integer,
     "timeout_s": fields.number,  # our own
 }
-_CHAT_FIELDS = {"model", "messages", "max_tokens", "max_completion_tokens"}
+_CHAT_FIELDS = {
+    "model", "messages", "max_tokens", "max_completion_tokens",
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+}  # fmt: skip
 _COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens"}
 
 # labels for the sender's own use, and hints about caching that change no output
@@ -293,11 +259,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "store": (False,),
     "service_tier": ("auto", "default"),

@@ -1,6 +1,13 @@
 """Fields of a JSON body, each read as the type it must have; ranges are for others to check."""
 
 import math
+import re
+from collections.abc import Collection
+from typing import Any
+
+MAX_SHOWN = 64  # characters of a value or a name that an error repeats
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_AUTHOR = re.compile(r"[^\s<|\\/>]{1,64}")
 
 
 class BodyError(ValueError):
@@ -82,3 +89,55 @@ def counts(path: str, value: object) -> dict[str, int]:
         raise BodyError(path, f"{path} must be an object, got {kind(value)}")
     given = {name: each for name, each in value.items() if each is not None}
     return {name: integer(f"{path}.{name}", each) for name, each in given.items()}
+
+
+def record(path: str, value: object, names: Collection[str]) -> dict[str, Any]:
+    """An object of these fields; those that are null are not given."""
+    if not isinstance(value, dict):
+        raise BodyError(path, f"{path} must be an object, got {kind(value)}")
+    for name in value:
+        if name not in names:
+            at = f"{path}.{name[:MAX_SHOWN]}"
+            raise BodyError(at, f"{at} is not a field; there are {', '.join(names)}")
+    return {name: each for name, each in value.items() if each is not None}
+
+
+def one_of(path: str, value: object, words: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in words:
+        raise BodyError(path, f"{path} must be {' or '.join(words)}, got {shown(value)}")
+    return value
+
+
+def function_name(path: str, value: object) -> str:
+    name = text(path, value)
+    if not _FUNCTION_NAME.fullmatch(name):
+        raise BodyError(
+            path,
+            f"{path} must have 1 to 64 characters of a-z, A-Z, 0-9, _ and -, got {shown(name)}",
+        )
+    return name
+
+
+def author(path: str, value: object) -> str:
+    name = text(path, value)
+    if not _AUTHOR.fullmatch(name):
+        raise BodyError(path, f"{path} must have 1 to 64 characters without spaces or <|\\/>")
+    return name
+
+
+def depth(value: object) -> int:
+    """Levels of objects and lists, without recursion: the caller has yet to bound them."""
+    levels = 0
+    level = [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        levels += 1
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return levels
+
+
+def shown(value: object) -> str:
+    """As an error repeats it."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -268,6 +268,7 @@ class Dispatcher:
         attempt = self._running(ended.key)
         if attempt is None:
             return
+        assert attempt.prompt is not None
         self._book.guess.learn(ended.prompt_tokens, ended.completion_tokens // len(ended.samples))
         job = attempt.job
         self._book.finish(
@@ -275,7 +276,13 @@ class Dispatcher:
             _limited(attempt)
             if attempt.limit is not None
             else outcome_of(
-                ended, job_id=job.id, url=job.url, model=job.model, created=job.created_at
+                ended,
+                job_id=job.id,
+                url=job.url,
+                model=job.model,
+                created=job.created_at,
+                reply_form=attempt.prompt.reply_form,
+                generated=attempt.generated,
             ),
         )
 

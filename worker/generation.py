@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.reply import MAX_CALLS, PLAIN, Reply, ReplyForm, num_reasoning_tokens, parse_reply
 from engine.sampling_params import ParameterError, SamplingParams, check_prompt, params_of
 from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.openai_fields import BodyError
+from jobs.openai_tools import ToolCall
 from worker.messages import Ended
 
 
@@ -44,6 +46,7 @@ class Prompt:
 
     token_ids: list[int]
     params: SamplingParams
+    reply_form: ReplyForm = PLAIN  # how the text it brings is to be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,13 @@ def _prepare(
     job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
 ) -> Prompt:
     generation = openai.parse(url, body)
-    token_ids = tokenizer.encode_input(prompt=generation.prompt, messages=generation.messages)
+    tool_use = generation.tool_use
+    token_ids = tokenizer.encode_input(
+        prompt=generation.prompt,
+        messages=generation.messages,
+        tools=tool_use.tools,
+        variables=generation.template_variables,
+    )
     max_tokens = generation.max_tokens
     if max_tokens is None:
         # at least 1, so that a chat without room for output is refused for its length
@@ -99,14 +108,27 @@ def _prepare(
             f"the {limits.kv_tokens} tokens this engine's KV cache holds",
             param="max_tokens",
         )
-    return Prompt(token_ids=token_ids, params=params)
+    reply_form = PLAIN
+    if generation.messages is not None:
+        max_calls = MAX_CALLS if tool_use.parallel else 1
+        reply_form = tokenizer.reply_form(token_ids, tool_names=tool_use.names, max_calls=max_calls)
+    return Prompt(token_ids=token_ids, params=params, reply_form=reply_form)
 
 
 def seed_of(job_id: str) -> int:
     return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8]) >> 1
 
 
-def outcome_of(ended: Ended, *, job_id: str, url: str, model: str, created: float) -> Outcome:
+def outcome_of(
+    ended: Ended,
+    *,
+    job_id: str,
+    url: str,
+    model: str,
+    created: float,
+    reply_form: ReplyForm = PLAIN,
+    generated: Sequence[Sequence[int]] = (),  # each sample's ids, those of earlier attempts too
+) -> Outcome:
     """The row's result from the engine's: the worst sample decides the state."""
     outcome = Outcome(
         state=JobState.SUCCEEDED,
@@ -127,9 +149,16 @@ def outcome_of(ended: Ended, *, job_id: str, url: str, model: str, created: floa
             code=ErrorCode.DEADLINE_EXCEEDED,
             message="the deadline passed before the job was done",
         )
+    replies = [parse_reply(each.text, reply_form) for each in ended.samples]
     choices = [
-        openai.Choice(index=each.index, text=each.text, finish_reason=each.finish_reason)
-        for each in ended.samples
+        openai.Choice(
+            index=sample.index,
+            text=reply.content,
+            finish_reason=sample.finish_reason,
+            reasoning=reply.reasoning,
+            calls=tuple(ToolCall(call.name, call.arguments) for call in reply.calls),
+        )
+        for sample, reply in zip(ended.samples, replies, strict=True)
     ]
     body = openai.response_body(
         url,
@@ -140,8 +169,25 @@ def outcome_of(ended: Ended, *, job_id: str, url: str, model: str, created: floa
         prompt_tokens=ended.prompt_tokens,
         cached_tokens=ended.cached_tokens,
         completion_tokens=ended.completion_tokens,
+        reasoning_tokens=_reasoning_tokens(ended, replies, generated, reply_form),
     )
     return replace(outcome, output=body)
+
+
+def _reasoning_tokens(
+    ended: Ended,
+    replies: Sequence[Reply],
+    generated: Sequence[Sequence[int]],
+    reply_form: ReplyForm,
+) -> int | None:
+    """Of all samples; None where the model does not think, or its thoughts cannot be counted."""
+    if reply_form.thinking_ids is None or not generated:
+        return None
+    return sum(
+        num_reasoning_tokens(generated[sample.index], reply_form.thinking_ids)
+        for sample, reply in zip(ended.samples, replies, strict=True)
+        if reply.reasoning
+    )
 
 
 def _worst(finish_reasons: Sequence[str]) -> str:
