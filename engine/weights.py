@@ -16,11 +16,13 @@ files' form, not what a family does with them: that is models/.
         └── TensorShapeError
 """
 
+import copy
 import hashlib
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -159,6 +161,7 @@ class Checkpoint:
             )
         self._open: dict[str, Any] = {}  # file name -> safe_open handle
         self._file_of = self._tensor_files()
+        self._stored_as: Mapping[str, str] = {}  # names that are others in the files
         self._taken: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -183,8 +186,23 @@ class Checkpoint:
             )
         self.dtype_of(name)
         self._taken.add(name)
-        tensor: Tensor = self._handle(self._file_of[name]).get_tensor(name)
+        stored = self._stored_as.get(name, name)
+        tensor: Tensor = self._handle(self._file_of[name]).get_tensor(stored)
         return tensor
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all tensors."""
+        return self._file_of.keys()
+
+    def part(self, config: dict[str, Any], stored_as: Mapping[str, str]) -> "Checkpoint":
+        """Some of the tensors under names of their own, and what says of them. Shares the files."""
+        part = copy.copy(self)
+        part.config = config
+        part._file_of = {name: self._file_of[stored] for name, stored in stored_as.items()}
+        part._stored_as = stored_as
+        part._taken = set()
+        return part
 
     def check_all_taken(self, ignored: re.Pattern[str]) -> None:
         """Raises UnexpectedTensorError when tensors are left that do not match `ignored`."""
@@ -223,7 +241,7 @@ class Checkpoint:
         for name, file_name in self._file_of.items():
             found = self._find(name)
             if found.get_dtype() in MASK_DTYPES:
-                taken[name] = self._handle(file_name).get_tensor(name)
+                taken[name] = self._handle(file_name).get_tensor(self._stored_as.get(name, name))
             else:
                 taken[name] = self.take(name, tuple(found.get_shape()))
         return taken
@@ -266,7 +284,7 @@ class Checkpoint:
         if name not in self._file_of:
             raise MissingTensorError(f"{self.folder} has no tensor {name}")
         try:
-            return self._handle(self._file_of[name]).get_slice(name)
+            return self._handle(self._file_of[name]).get_slice(self._stored_as.get(name, name))
         except SafetensorError as error:
             raise MissingTensorError(
                 f"{self.folder}/{self._file_of[name]} has no tensor {name}: {error}"

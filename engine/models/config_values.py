@@ -39,3 +39,8 @@ def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise MalformedCheckpointError(f"{name} must be true or false, got {value!r}")
     return value
+
+
+def in_one_line(error: Exception) -> str:
+    """What transformers has against a value; its errors may go over many lines."""
+    return f"{' '.join(str(error).split()):.400}"

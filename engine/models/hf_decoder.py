@@ -16,8 +16,9 @@ from transformers.utils import logging
 from engine.kernels.memory import allocate
 from engine.kernels.registry import Kernels
 from engine.layers.attention import AttentionMetadata
+from engine.models.config_values import in_one_line
 from engine.models.hf_attention import NAME, PagedStep, attention_of
-from engine.models.hf_guard import check_class, in_one_line, survey
+from engine.models.hf_guard import check_class, survey
 from engine.weights import (
     Checkpoint,
     MalformedCheckpointError,

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.kernels.registry import REFERENCE
 from engine.kv_cache import KVCache, KVCacheShape, LayerShape
 from engine.layers.attention import AttentionMetadata
+from engine.models.config_values import in_one_line
 from engine.models.hf_attention import NAME, PagedStep, Survey, attention_of
 from engine.weights import UnsupportedModelError
 
@@ -75,11 +76,6 @@ def check_class(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
             "its logits over a paged cache differ from transformers' own, by "
             f"{difference / spread:.2g} of their spread: it keeps or hides something from attention"
         )
-
-
-def in_one_line(error: Exception) -> str:
-    """An error of transformers, whose text may go over many lines."""
-    return f"{' '.join(str(error).split()):.400}"
 
 
 def survey(model: PreTrainedModel) -> tuple[LayerShape, ...]:

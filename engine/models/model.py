@@ -45,10 +45,14 @@ def load_model(
             raise UnsupportedModelError(
                 f"{name} is not supported: {checkpoint.config[name]!r:.200}"
             )
+    if "text_config" in checkpoint.config:
+        # transformers takes seconds to import, and most checkpoints do without
+        from engine.models.hf_text_part import text_part
+
+        checkpoint = text_part(checkpoint)
     try:
         settings = DecoderSettings.from_config(checkpoint.config)
     except UnsupportedModelError as tier_1:
-        # transformers takes seconds to import, and tier 1 does without
         from engine.models.hf_decoder import HFDecoder
 
         try:

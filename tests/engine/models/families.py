@@ -5,7 +5,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 WINDOW = 7
 SIZE = {  # each family takes what it knows of it
@@ -109,8 +112,24 @@ def _config(model_type: str, **changes: object) -> PreTrainedConfig:
 
 def build(model_type: str, **changes: object) -> PreTrainedModel:
     config = _config(model_type, **changes)
-    torch.manual_seed(len(model_type))
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    return _drawn(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def build_with_vision(model_type: str) -> PreTrainedModel:
+    text, vision, tied = TEXT_PARTS[model_type]
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    return _drawn(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], config)
+
+
+def _drawn(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(len(config.model_type))
+    model = model_class(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # biases, norms and sinks begin as 0 and 1, and would hide that they are left out
@@ -136,6 +155,41 @@ def write(model_type: str, folder: Path, **changes: object) -> PreTrainedModel:
     return model
 
 
+TEXT = {  # of a decoder inside a model of images
+    "vocab_size": 151,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# model_type -> the text part's settings, the vision part's, and whether one matrix is used twice
+TEXT_PARTS = {
+    "gemma3": (
+        TEXT | {"layer_types": MIXED, "sliding_window": WINDOW},
+        VISION | {"model_type": "siglip_vision_model"},
+        True,
+    ),
+    "gemma4": (TEXT | TIER_2["gemma4_text"] | {"sliding_window": WINDOW}, VISION, True),
+    "internvl": (TEXT | {"model_type": "qwen2", "head_dim": 8}, VISION, False),
+    "llava": (TEXT | {"model_type": "llama"}, VISION, False),
+    "mistral3": (
+        TEXT | {"model_type": "mistral", "sliding_window": WINDOW},
+        VISION | {"model_type": "pixtral"},
+        False,
+    ),
+}
 # why a family is refused, as docs/models.md says it -> what the error says
 REASONS = {
     "attends in code of its own": "must ask transformers' attention interface.* 0 calls",

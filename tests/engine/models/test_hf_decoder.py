@@ -10,6 +10,7 @@ from transformers import AttentionInterface, GenerationConfig
 from transformers.models.mistral import modeling_mistral
 
 from engine.models import hf_guard
+from engine.models.decoder import Decoder
 from engine.models.hf_decoder import HFDecoder
 from engine.sampling_params import SamplingParams
 from engine.step_plan import ScheduledSequence
@@ -28,7 +29,17 @@ from tests.engine.models.equality import (
     prompts,
     run_all,
 )
-from tests.engine.models.families import MIXED, REASONS, REFUSED, TIER_2, build, write, write_config
+from tests.engine.models.families import (
+    MIXED,
+    REASONS,
+    REFUSED,
+    TEXT_PARTS,
+    TIER_2,
+    build,
+    build_with_vision,
+    write,
+    write_config,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,6 +96,11 @@ def change_tensors(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_what_keeps_state_elsewhere_is_refused_by_name(model_type, tmp_path):
     changes, reason = REFUSED[model_type]
@@ -107,8 +123,7 @@ def test_what_keeps_state_elsewhere_is_refused_by_name(model_type, tmp_path):
 )
 def test_what_transformers_does_not_take_is_refused_by_name(changes, named, tmp_path):
     write_config("gpt2", tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_config(tmp_path, **changes)
     with pytest.raises(UnsupportedModelError, match=named):
         a_runner(tmp_path)
 
@@ -254,6 +269,23 @@ def test_what_the_lean_decoder_does_not_express_of_its_families_is_run_too(
     runner = a_runner(tmp_path)
     assert isinstance(runner._model, HFDecoder)
     check_logits_in_any_packing(model, runner, largest_chunk=13)
+
+
+@pytest.mark.parametrize("model_type", TEXT_PARTS)
+def test_a_model_of_images_is_its_decoder_on_text(model_type, tmp_path):
+    model = build_with_vision(model_type)
+    model.save_pretrained(tmp_path)
+    runner = a_runner(tmp_path)
+    lean = model_type in ("internvl", "llava", "mistral3")
+    assert isinstance(runner._model, Decoder if lean else HFDecoder)
+    check_logits_in_any_packing(model, runner, largest_chunk=13)
+
+
+def test_a_model_of_images_that_is_not_known_is_refused(tmp_path):
+    write_config("gpt2", tmp_path)
+    change_config(tmp_path, architectures=["Paligemma"], model_type="paligemma", text_config={})
+    with pytest.raises(UnsupportedModelError, match=r"Paligemma is more.* gemma3, .*'paligemma'"):
+        a_runner(tmp_path)
 
 
 def test_a_sequence_may_not_grow_past_the_length_where_all_angles_change(tmp_path):

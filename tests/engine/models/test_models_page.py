@@ -3,11 +3,15 @@
 import re
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASS_OF
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WRAPPER_OF,
+)
 
+from engine.models.hf_text_part import FAMILIES
 from engine.models.settings import FAMILY_OF
 from tests.conftest import REPOSITORY
 from tests.engine.models.checkpoints import CLASSES
-from tests.engine.models.families import REFUSED, TIER_2
+from tests.engine.models.families import REFUSED, TEXT_PARTS, TIER_2
 
 PAGE = (REPOSITORY / "docs" / "models.md").read_text()
 
@@ -27,6 +31,12 @@ def test_tier_2_is_what_its_tests_run():
     documented = [name for name, _ in rows("Tier 2")]
     assert documented == [CLASS_OF[model_type] for model_type in sorted(TIER_2)]
     assert len(documented) >= 25
+
+
+def test_decoders_inside_models_of_images_are_those_that_its_tests_run():
+    documented = [name for name, _ in rows("Decoders inside models of images")]
+    assert documented == [WRAPPER_OF[model_type] for model_type in sorted(TEXT_PARTS)]
+    assert sorted(FAMILIES) == sorted(TEXT_PARTS)
 
 
 def test_each_refusal_has_the_reason_that_its_test_sees():
