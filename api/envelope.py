@@ -11,13 +11,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from api.errors import BadRequest
-
-MAX_CUSTOM_ID_BYTES = 256
-MAX_METADATA = 16
-MAX_METADATA_KEY = 64  # characters
-MAX_METADATA_VALUE = 512  # characters
-MAX_DEADLINE_S = 30 * 86_400
-MAX_ATTEMPTS = 100
+from jobs.records import (
+    MAX_ATTEMPTS,
+    MAX_CUSTOM_ID_BYTES,
+    MAX_DEADLINE_S,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+)
 
 
 def _bounded(text: str) -> str:
@@ -40,7 +43,7 @@ class Envelope(BaseModel):
     method: Literal["POST"] = "POST"
     url: Literal["/v1/chat/completions", "/v1/completions"]
     body: dict[str, Any]
-    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] | None = None
     max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] = Field(

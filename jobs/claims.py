@@ -11,7 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sqlalchemy import Connection, Row, Table, case, func, literal, null, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    Table,
+    case,
+    exists,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
@@ -128,6 +140,19 @@ def claim(
     return [_claimed(row) for row in rows]
 
 
+def lease_stands(connection: Connection, worker_id: str, *, now: float) -> bool:
+    """Whether what the worker claims now would stay its own."""
+    alive = exists().where(workers.c.id == worker_id, workers.c.lease_until > now)
+    return bool(connection.scalar(select(alive)))
+
+
+def put_back(connection: Connection, ids: Sequence[str]) -> None:
+    """Their messages came to a worker that cannot claim: those still queued are published anew."""
+    connection.execute(
+        update(jobs).where(jobs.c.id.in_(dict.fromkeys(ids)), QUEUED).values(published_at=None)
+    )
+
+
 def claimed_by(connection: Connection, ids: Sequence[str], *, worker_id: str) -> list[ClaimedJob]:
     """Those of `ids` the worker holds: what `claim` returned, if its commit was in after all."""
     query = select(*_CLAIMED).where(
@@ -147,7 +172,7 @@ def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float
         rows = [job.accepted(now).row() for job in new_jobs]
         with connection.begin_nested():
             connection.execute(_insert(connection, jobs).on_conflict_do_nothing(), rows)
-    except (DBAPIError, ValueError) as error:
+    except (DBAPIError, ValueError, OverflowError) as error:
         if transient(error):
             raise
         if len(new_jobs) > 1:
@@ -166,8 +191,8 @@ def release(
     now: float,
     crashed: bool,
     max_crashes: int,
-    checkpoints: Mapping[str, Checkpoint] | None = None,
-) -> dict[str, JobState]:
+    checkpoints: Mapping[Held, Checkpoint] | None = None,
+) -> dict[Held, JobState]:
     """Hand back what is still held: queued again, fence + 1, to be published anew.
 
     The next attempt goes on from its checkpoint, the one given here or that of the last beat.
@@ -204,10 +229,10 @@ def release(
         update(jobs)
         .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
         .values(values)
-        .returning(jobs.c.id, jobs.c.state),
+        .returning(jobs.c.id, jobs.c.fence, jobs.c.state),
         rows.parameters,
     )
-    return {id_: JobState(state) for id_, state in released}
+    return {Held(id_, fence - 1): JobState(state) for id_, fence, state in released}
 
 
 def beat(
@@ -217,10 +242,10 @@ def beat(
     now: float,
     lease_s: float,
     stats: Mapping[str, Any],
-    checkpoints: Mapping[str, Checkpoint],
+    checkpoints: Mapping[Held, Checkpoint],
     held: Sequence[Held],
-) -> set[str]:
-    """Extend the lease, keep the tokens made so far; the ids in `held` that are no longer ours.
+) -> set[Held]:
+    """Extend the lease, keep the tokens made so far; those in `held` that are no longer ours.
 
     Those were cancelled, or went to others while the lease had lapsed: abort them, write nothing.
     Raises UnknownWorker, and then has changed nothing.
@@ -237,11 +262,13 @@ def beat(
         return set()
     _save(connection, held, checkpoints, now=now)
     rows = held_rows(connection, held)
-    ours = connection.scalars(
-        select(jobs.c.id).where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING),
+    ours = connection.execute(
+        select(jobs.c.id, jobs.c.fence).where(
+            jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING
+        ),
         rows.parameters,
     )
-    return {each.id for each in held} - set(ours)
+    return set(held) - {Held(*row) for row in ours}
 
 
 def account_wasted(connection: Connection, tokens: Sequence[tuple[str, int]]) -> None:
@@ -289,7 +316,7 @@ def _claimed(row: Row[Any]) -> ClaimedJob:
 def _save(
     connection: Connection,
     held: Sequence[Held],
-    checkpoints: Mapping[str, Checkpoint],
+    checkpoints: Mapping[Held, Checkpoint],
     *,
     now: float,
 ) -> None:
@@ -297,11 +324,11 @@ def _save(
         (
             each.id,
             each.fence,
-            encode(checkpoints[each.id]),
-            num_tokens(checkpoints[each.id]),
+            encode(checkpoints[each]),
+            num_tokens(checkpoints[each]),
         )
         for each in held
-        if each.id in checkpoints
+        if each in checkpoints
     ]
     if not saved:
         return

@@ -45,8 +45,8 @@ class JobResult:
         assert (self.state == JobState.SUCCEEDED) == (self.error is None), self.id
 
 
-def finish(connection: Connection, results: Sequence[JobResult], *, now: float) -> set[str]:
-    """Write results of jobs still held; the ids accepted, the rest were fenced out.
+def finish(connection: Connection, results: Sequence[JobResult], *, now: float) -> set[Held]:
+    """Write results of jobs still held; those accepted, the rest were fenced out.
 
     A result the database refuses does not sink the others: its job fails as `unstorable`.
     """
@@ -57,7 +57,7 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
     try:
         with connection.begin_nested():
             return _finish(connection, results, now)
-    except (DBAPIError, ValueError) as error:
+    except (DBAPIError, ValueError, OverflowError) as error:
         if transient(error):
             raise
         if len(results) > 1:
@@ -76,15 +76,16 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
         return _finish(connection, [failure], now)
 
 
-def ended_under(connection: Connection, held: Sequence[Held]) -> set[str]:
+def ended_under(connection: Connection, held: Sequence[Held]) -> set[Held]:
     """Those that ended under this very fence: what `finish` returned, if its commit was in."""
     rows = held_rows(connection, held)
-    query = select(jobs.c.id).where(
+    query = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.id == rows["id"],
         jobs.c.fence == rows["fence"],
         jobs.c.state.in_([str(state) for state in TERMINAL]),
     )
-    return set(connection.scalars(query, rows.parameters)) if held else set()
+    ended = connection.execute(query, rows.parameters) if held else ()
+    return {Held(*row) for row in ended}
 
 
 _RESULT: dict[str, type] = {
@@ -104,10 +105,10 @@ _RESULT: dict[str, type] = {
 }
 
 
-def _finish(connection: Connection, results: Sequence[JobResult], now: float) -> set[str]:
+def _finish(connection: Connection, results: Sequence[JobResult], now: float) -> set[Held]:
     rows = given(connection, _RESULT, [_values(result) for result in results])
     first = rows["first_token_at"]
-    accepted = connection.scalars(
+    accepted = connection.execute(
         update(jobs)
         .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
         .values(
@@ -130,10 +131,10 @@ def _finish(connection: Connection, results: Sequence[JobResult], now: float) ->
                 "checkpoint_tokens": 0,
             }
         )
-        .returning(jobs.c.id),
+        .returning(jobs.c.id, jobs.c.fence),
         rows.parameters,
     )
-    return set(accepted)
+    return {Held(*row) for row in accepted}
 
 
 def _values(result: JobResult) -> tuple[Any, ...]:

@@ -12,7 +12,12 @@ from jobs.lifecycle import TERMINAL, JobState
 from jobs.rows import decode, encode
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
+MAX_ATTEMPTS = 100
+MAX_DEADLINE_S = 30 * 86_400
 MAX_CUSTOM_ID_BYTES = 256
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64  # characters
+MAX_METADATA_VALUE = 512  # characters
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's: no i, l, o, u
 _JSON = ("body", "metadata", "output", "error")
 
@@ -23,9 +28,20 @@ def new_job_id() -> str:
     return "job_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
 
 
+class JobError(ValueError):
+    """A field of a job outside its bounds; `param` names it."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param} {message}")
+        self.param = param
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
-    """A job to be accepted. The body has passed the door check; here only the row's own bounds."""
+    """A job to be accepted. The body has passed the door check; here only the row's own bounds.
+
+    Raises JobError. Every road into the store comes through here: all have one set of bounds.
+    """
 
     id: str = field(default_factory=new_job_id)
     url: str  # /v1/chat/completions or /v1/completions
@@ -44,19 +60,30 @@ class NewJob:
         for name in ("id", "url", "model", "custom_id"):
             value = getattr(self, name)
             if value is not None and not storable(value):
-                raise ValueError(f"{name} holds U+0000 or a lone surrogate")
+                raise JobError(name, "holds U+0000 or a lone surrogate")
         if not 1 <= len(self.id) <= 64:
-            raise ValueError(f"id must have 1 to 64 characters, got {len(self.id)}")
-        if self.custom_id is not None and len(self.custom_id.encode()) > MAX_CUSTOM_ID_BYTES:
-            raise ValueError(f"custom_id must have at most {MAX_CUSTOM_ID_BYTES} bytes")
-        if not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise ValueError(
-                f"priority must be in [{MIN_PRIORITY}, {MAX_PRIORITY}], got {self.priority}"
+            raise JobError("id", f"must have 1 to 64 characters, got {len(self.id)}")
+        if self.custom_id is not None and not (
+            1 <= len(self.custom_id.encode()) <= MAX_CUSTOM_ID_BYTES
+        ):
+            raise JobError("custom_id", f"must have 1 to {MAX_CUSTOM_ID_BYTES} bytes")
+        _check_range("priority", self.priority, MIN_PRIORITY, MAX_PRIORITY)
+        _check_range("max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
+        if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
+            raise JobError(
+                "deadline_s", f"must be in (0, {MAX_DEADLINE_S}] seconds, got {self.deadline_s:g}"
             )
-        if self.max_attempts < 1:
-            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
-        if self.deadline_s is not None and not 0 < self.deadline_s < 1e12:
-            raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
+        if len(self.metadata) > MAX_METADATA:
+            raise JobError(
+                "metadata", f"must have at most {MAX_METADATA} keys, got {len(self.metadata)}"
+            )
+        for key, value in self.metadata.items():
+            if not 1 <= len(key) <= MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+                raise JobError(
+                    "metadata",
+                    f"must have keys of 1 to {MAX_METADATA_KEY} and values of at most "
+                    f"{MAX_METADATA_VALUE} characters",
+                )
 
     def accepted(self, now: float) -> "JobRecord":
         """The queued row it becomes."""
@@ -76,6 +103,12 @@ class NewJob:
             prompt_tokens=self.prompt_tokens,
             max_tokens=self.max_tokens,
         )
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        shown = value if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
+        raise JobError(name, f"must be in [{low}, {high}], got {shown}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

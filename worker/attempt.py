@@ -79,4 +79,4 @@ class Holding:
     """What the lease has to say to SQL of the jobs held."""
 
     held: list[Held]
-    checkpoints: dict[str, Checkpoint]
+    checkpoints: dict[Held, Checkpoint]

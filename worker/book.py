@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jobs.claims import Checkpoint
+from jobs.claims import Checkpoint, Held
 from jobs.lifecycle import JobState
 from worker.admission import UNKNOWN_LOAD, EngineRoom, LengthGuess, free_places, may_join
 from worker.attempt import Attempt, Holding, Phase
@@ -77,11 +77,11 @@ class Book:
         Of a job's first beat none are told: one shorter than a beat never costs a checkpoint.
         """
         with self.lock:
-            checkpoints: dict[str, Checkpoint] = {}
+            checkpoints: dict[Held, Checkpoint] = {}
             for attempt in self.open_in(Phase.RUNNING):
                 num_generated = attempt.num_generated
                 if 0 < attempt.num_seen < num_generated:
-                    checkpoints[attempt.job.id] = [list(ids) for ids in attempt.generated]
+                    checkpoints[attempt.held] = [list(ids) for ids in attempt.generated]
                 attempt.num_seen = num_generated
             held = [attempt.held for attempt in self.attempts.values()]
             return Holding(held=held, checkpoints=checkpoints)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from engine.tokenizer import Tokenizer
-from jobs.claims import ClaimedJob, num_tokens
+from jobs.claims import ClaimedJob, Held, num_tokens
 from jobs.lifecycle import ErrorCode, JobState
 from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase
@@ -295,16 +295,16 @@ class Dispatcher:
 
     # -- the lease, on its thread
 
-    def beaten(self, holding: Holding, lost: Collection[str]) -> None:
+    def beaten(self, holding: Holding, lost: Collection[Held]) -> None:
         """SQL's answer to a beat: `lost` are ours no more, the others' checkpoints are stored."""
         with self._lock:
             for held in holding.held:
                 attempt = self._book.attempts.get(f"{held.id}:{held.fence}")
                 if attempt is None:
                     continue
-                if held.id not in lost:
+                if held not in lost:
                     attempt.num_stored = max(
-                        attempt.num_stored, num_tokens(holding.checkpoints.get(held.id, []))
+                        attempt.num_stored, num_tokens(holding.checkpoints.get(held, []))
                     )
                 # of one whose result is on its way, the fence decides
                 elif self._book.is_open(attempt):

@@ -162,7 +162,7 @@ class LeaseKeeper:
             # asleep for so long that the row was swept away, and the jobs with it
             logger.warning("lease was gone: registered again")
             self._register()
-            lost = {each.id for each in holding.held}
+            lost = set(holding.held)
         self._dispatcher.beaten(holding, lost)
 
     def _try(self, action: Callable[[], None]) -> bool:

@@ -239,12 +239,12 @@ class Ledger:
                 now=now,
                 crashed=crashed,
                 max_crashes=self._max_crashes,
-                checkpoints={entry.held.id: entry.checkpoint for entry in batch},
+                checkpoints={entry.held: entry.checkpoint for entry in batch},
             )
-            written.ended += [job_id for job_id, state in states.items() if state in TERMINAL]
+            written.ended += [held.id for held, state in states.items() if state in TERMINAL]
             written.answers += [entry.answer for entry in batch]
             if not doubtful:  # one not released had been lost before, with its newest tokens
-                late = [entry for entry in batch if entry.held.id not in states]
+                late = [entry for entry in batch if entry.held not in states]
                 claims.account_wasted(
                     connection, [(entry.held.id, entry.unstored_tokens) for entry in late]
                 )
@@ -262,11 +262,11 @@ class Ledger:
             connection, [_result(entry, elapsed) for entry in entries], now=now
         )
         if doubtful:
-            refused = [entry.held for entry in entries if entry.held.id not in accepted]
+            refused = [entry.held for entry in entries if entry.held not in accepted]
             accepted |= finishing.ended_under(connection, refused)
-        written.ended += sorted(accepted)
+        written.ended += sorted(held.id for held in accepted)
         for entry in entries:
-            written.answers.append(_bind(entry.answer, entry.held.id in accepted))
+            written.answers.append(_bind(entry.answer, entry.held in accepted))
 
     def _claim(
         self,
@@ -276,8 +276,17 @@ class Ledger:
         doubtful: bool,
         written: _Written,
     ) -> None:
+        if not entries:
+            return
+        claimed: list[ClaimedJob] = []
         ids = [entry.job_id for entry in entries]
-        claimed = claims.claim(connection, ids, worker_id=self._worker_id, now=now)
+        if claims.lease_stands(connection, self._worker_id, now=now):
+            claimed = claims.claim(connection, ids, worker_id=self._worker_id, now=now)
+        else:
+            # asleep for longer than the lease: a claim would be taken away by the next sweep, at
+            # the price of an attempt; after the next beat all is well again
+            logger.warning("the lease has lapsed: %d jobs not claimed", len(ids))
+            claims.put_back(connection, ids)
         if doubtful:
             claimed += claims.claimed_by(connection, ids, worker_id=self._worker_id)
         by_id = {job.id: job for job in claimed}

@@ -7,13 +7,13 @@ still becomes a row, which says why. Only what cannot stand in a row is left out
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import msgspec
 
 from jobs import strict_json
 from jobs.lifecycle import ErrorCode
-from jobs.records import NewJob, storable
+from jobs.records import JobError, NewJob, storable
 from worker.generation import Refusal
 
 MAX_SHOWN = 128  # characters of a url or model that a row or a message repeats
@@ -22,8 +22,9 @@ MAX_SHOWN = 128  # characters of a url or model that a row or a message repeats
 class _Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of a job; bounds are NewJob's."""
 
-    url: Annotated[str, msgspec.Meta(max_length=MAX_SHOWN)]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
     body: dict[str, Any]
+    method: Literal["POST"] = "POST"  # a line of an OpenAI batch file has it
     custom_id: str | None = None
     priority: int = 0
     deadline_s: float | None = None
@@ -46,7 +47,7 @@ def read_sent_job(
         model = sent.body.get("model")
         if not isinstance(model, str) or model not in served:
             shown = repr(model)[:MAX_SHOWN]
-            raise ValueError(f"model {shown} is not served here; served: {', '.join(served)}")
+            raise JobError("model", f"{shown} is not served here; served: {', '.join(served)}")
         new_job = NewJob(
             id=job_id,
             url=sent.url,
@@ -59,7 +60,8 @@ def read_sent_job(
             metadata=sent.metadata or {},
         )
     except ValueError as error:  # msgspec's, strict_json's and NewJob's own are ValueErrors
-        refusal = Refusal(ErrorCode.INVALID_REQUEST, str(error))
+        param = getattr(error, "param", None)
+        refusal = Refusal(ErrorCode.INVALID_REQUEST, str(error), param=param)
         return SentJob(new_job=_what_can_stand(job_id, kwargs), refusal=refusal)
     return SentJob(new_job=new_job, refusal=None)
 

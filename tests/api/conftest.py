@@ -16,6 +16,7 @@ import pytest
 from api.app import create_app
 from api.main import Server
 from jobs import claims, finishing
+from jobs.claims import Held
 from jobs.database import Database
 from jobs.events import Channel, Publisher
 from jobs.finishing import JobResult
@@ -167,7 +168,7 @@ class Hands:
             }
             | values
         )
-        assert self.call(finishing.finish, [result]) == {claimed.id}
+        assert self.call(finishing.finish, [result]) == {Held(claimed.id, claimed.fence)}
         if announce:
             self.publisher.publish(Channel.ENDED, [claimed.id])
 

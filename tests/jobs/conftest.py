@@ -8,9 +8,10 @@ import pytest
 from sqlalchemy import delete
 
 import migrations
-from jobs import claims, store
+from jobs import claims, finishing, store
 from jobs.claims import ClaimedJob, Held
 from jobs.database import Database
+from jobs.finishing import JobResult
 from jobs.models import Base
 from jobs.store import JobRecord, NewJob, WorkerInfo
 
@@ -52,6 +53,10 @@ class Bench:
     def claim(self, *ids: str, worker_id: str = "w1") -> list[ClaimedJob]:
         with self.database.begin() as connection:
             return claims.claim(connection, ids, worker_id=worker_id, now=self.now)
+
+    def finish(self, results: list[JobResult], *, now: float) -> set[str]:
+        """The ids accepted."""
+        return {held.id for held in self.call(finishing.finish, results, now=now)}
 
     def call(self, function, *args, **kwargs):
         """`function(connection, …)` in one writing transaction."""

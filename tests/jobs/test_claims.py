@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from jobs import claims, finishing, store
+from jobs import claims, finishing, store, sweep
 from jobs.claims import Held, UnknownWorker
 from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.lifecycle import ErrorCode, JobState, error_object
-from tests.jobs.conftest import NOW, Bench, held, new_job
+from tests.jobs.conftest import MODEL, NOW, Bench, held, new_job
 
 
 def success(job, **values) -> JobResult:
@@ -21,17 +21,26 @@ def success(job, **values) -> JobResult:
 
 
 def beat(bench, held_jobs, checkpoints=None, worker_id="w1", stats=None):
-    return bench.call(
+    """The ids that are lost; checkpoints by id."""
+    lost = bench.call(
         claims.beat, worker_id, now=bench.now, lease_s=30, stats=stats or {},
-        checkpoints=checkpoints or {}, held=[held(job) for job in held_jobs],
+        checkpoints=of(held_jobs, checkpoints), held=[held(job) for job in held_jobs],
     )  # fmt: skip
+    return {each.id for each in lost}
 
 
-def release(bench, *claimed, crashed=False, max_crashes=3, **kwargs):
-    return bench.call(
+def release(bench, *claimed, crashed=False, max_crashes=3, checkpoints=None):
+    """The states by id; checkpoints by id."""
+    states = bench.call(
         claims.release, [held(job) for job in claimed], now=bench.now, crashed=crashed,
-        max_crashes=max_crashes, **kwargs,
+        max_crashes=max_crashes, checkpoints=of(claimed, checkpoints),
     )  # fmt: skip
+    return {each.id: state for each, state in states.items()}
+
+
+def of(claimed, checkpoints):
+    checkpoints = checkpoints or {}
+    return {held(job): checkpoints[job.id] for job in claimed if job.id in checkpoints}
 
 
 def test_a_claim_takes_queued_jobs_and_nothing_else(bench):
@@ -85,7 +94,7 @@ def test_a_result_is_written_once_with_its_counts_and_times(bench):
         claimed, finish_reason="stop", prompt_tokens=31, cached_tokens=16, completion_tokens=5,
         wasted_tokens=2, first_token_at=NOW + 1.5,
     )  # fmt: skip
-    assert bench.call(finishing.finish, [result], now=NOW + 3.5) == {record.id}
+    assert bench.finish([result], now=NOW + 3.5) == {record.id}
     ended = bench.get(record.id)
     assert (ended.state, ended.output, ended.error) == (
         JobState.SUCCEEDED, {"text": "hi"}, None,
@@ -96,7 +105,7 @@ def test_a_result_is_written_once_with_its_counts_and_times(bench):
         "total_tokens": 36,
     }  # fmt: skip
     other = success(claimed, output={"text": "again"})
-    assert bench.call(finishing.finish, [other], now=NOW + 9) == set()
+    assert bench.finish([other], now=NOW + 9) == set()
     assert bench.get(record.id) == ended
 
 
@@ -107,11 +116,11 @@ def test_a_stale_fence_writes_nothing(bench):
     release(bench, stale)
     (fresh,) = bench.claim(record.id, worker_id="w2")
     assert fresh.fence > stale.fence
-    assert bench.call(finishing.finish, [success(stale)], now=NOW) == set()
+    assert bench.finish([success(stale)], now=NOW) == set()
     assert release(bench, stale) == {}
     assert beat(bench, [stale], {stale.id: [[1]]}) == {stale.id}
     assert bench.get(record.id).worker_id == "w2"
-    assert bench.call(finishing.finish, [success(fresh)], now=NOW) == {record.id}
+    assert bench.finish([success(fresh)], now=NOW) == {record.id}
 
 
 def test_results_of_an_old_and_a_new_claim_in_one_call_are_told_apart(bench):
@@ -122,7 +131,7 @@ def test_results_of_an_old_and_a_new_claim_in_one_call_are_told_apart(bench):
     (new,) = bench.claim(record.id)
     results = [success(job, output={"fence": job.fence}) for job in (old, new)]
     results.append(success(new, output={"fence": "twice"}))
-    assert bench.call(finishing.finish, results, now=NOW) == {record.id}
+    assert bench.finish(results, now=NOW) == {record.id}
     assert bench.get(record.id).output == {"fence": new.fence}
 
 
@@ -132,7 +141,7 @@ def test_a_batch_of_claims_and_results_is_one_call(bench):
     claimed = bench.claim(*ids)
     assert len(claimed) == 600
     results = [success(job, output={"of": job.id}) for job in claimed]
-    assert bench.call(finishing.finish, results, now=NOW) == set(ids)
+    assert bench.finish(results, now=NOW) == set(ids)
     assert bench.get(ids[321]).output == {"of": ids[321]}
 
 
@@ -142,7 +151,7 @@ def test_any_text_a_model_makes_comes_back_unchanged(bench, text):
     bench.register()
     (claimed,) = bench.claim(record.id)
     result = success(claimed, output={"text": text, text: [None, 1.5, True]})
-    assert bench.call(finishing.finish, [result], now=NOW) == {record.id}
+    assert bench.finish([result], now=NOW) == {record.id}
     assert bench.get(record.id).output == {"text": text, text: [None, 1.5, True]}
 
 
@@ -157,7 +166,7 @@ def test_one_bad_result_does_not_sink_its_batch(bench, caplog):
         success(claimed[third.id], finish_reason="se\0cret"),
     ]
     with caplog.at_level(logging.ERROR):
-        assert bench.call(finishing.finish, results, now=NOW) == {first.id, second.id, third.id}
+        assert bench.finish(results, now=NOW) == {first.id, second.id, third.id}
     assert bench.get(first.id).state == JobState.SUCCEEDED
     for job_id, num_tokens in ((second.id, 7), (third.id, 0)):
         failed = bench.get(job_id)
@@ -216,9 +225,9 @@ def test_a_beat_extends_the_lease_and_tells_what_is_lost(bench):
     bench.register(lease_s=30)
     jobs = {job.id: job for job in bench.claim(kept.id, cancelled.id, ended.id)}
     bench.call(store.cancel, cancelled.id, now=NOW)
-    bench.call(finishing.finish, [success(jobs[ended.id])], now=NOW)
+    bench.finish([success(jobs[ended.id])], now=NOW)
     bench.now += 20
-    checkpoints = {kept.id: [[1, 2]], cancelled.id: [[3]], "job_gone": [[4]]}
+    checkpoints = {kept.id: [[1, 2]], cancelled.id: [[3]]}
     lost = beat(bench, jobs.values(), checkpoints, stats={"num_running": 3})
     assert lost == {cancelled.id, ended.id}
     with bench.database.read() as connection:
@@ -227,6 +236,45 @@ def test_a_beat_extends_the_lease_and_tells_what_is_lost(bench):
         NOW + 50, NOW + 20, {"num_running": 3},
     )  # fmt: skip
     assert bench.get(kept.id).first_token_at == NOW + 20
+
+
+def test_two_attempts_of_one_job_in_one_call_are_told_apart(bench):
+    """A worker that slept past its lease may claim anew what it still believes to hold."""
+    (record,) = bench.submit(new_job())
+    bench.register(lease_s=10)
+    (old,) = bench.claim(record.id)
+    bench.now += 11
+    bench.call(sweep.reap, bench.now)
+    bench.register(lease_s=10)
+    (new,) = bench.claim(record.id)
+    checkpoints = {held(old): [[1, 1, 1]], held(new): [[2]]}
+    lost = bench.call(
+        claims.beat, "w1", now=bench.now, lease_s=30, stats={}, held=[held(old), held(new)],
+        checkpoints=checkpoints,
+    )  # fmt: skip
+    assert lost == {held(old)}
+    states = bench.call(
+        claims.release, [held(old), held(new)], now=bench.now, crashed=False, max_crashes=3
+    )
+    assert states == {held(new): JobState.QUEUED}
+    (newest,) = bench.claim(record.id)
+    assert newest.checkpoint == [[2]]
+    results = [success(old), success(newest)]
+    assert bench.call(finishing.finish, results, now=bench.now) == {held(newest)}
+    both = [held(old), held(newest)]
+    assert bench.call(finishing.ended_under, both) == {held(newest)}
+
+
+def test_what_a_worker_cannot_claim_is_published_anew(bench):
+    first, second = bench.submit(new_job(), new_job())
+    bench.register(lease_s=10)
+    assert bench.call(claims.lease_stands, "w1", now=bench.now + 9)
+    assert not bench.call(claims.lease_stands, "w1", now=bench.now + 10)
+    assert not bench.call(claims.lease_stands, "w2", now=bench.now)
+    bench.call(sweep.publishable, MODEL, limit=9, now=bench.now)
+    bench.claim(second.id)
+    bench.call(claims.put_back, [first.id, second.id])
+    assert bench.call(sweep.publishable, MODEL, limit=9, now=bench.now) == [first.id]
 
 
 def test_a_beat_of_a_worker_without_a_row_changes_nothing(bench):
@@ -249,7 +297,7 @@ def test_the_first_token_is_the_earliest_anyone_saw(bench):
         success(jobs[resumed.id], first_token_at=NOW + 9),  # of a second attempt
         success(jobs[silent.id]),
     ]
-    bench.call(finishing.finish, results, now=NOW + 10)
+    bench.finish(results, now=NOW + 10)
     assert bench.get(on_time.id).first_token_at == NOW + 2
     assert bench.get(resumed.id).first_token_at == NOW + 5
     assert bench.get(silent.id).first_token_at is None
@@ -287,6 +335,15 @@ def test_a_job_in_a_message_that_no_row_can_hold_is_left_out(bench, caplog):
     assert good.id not in caplog.text
 
 
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**200])
+def test_a_whole_job_with_a_number_no_database_takes_is_left_out_alone(bench, number, caplog):
+    bench.register()
+    bad, good = new_job(prompt_tokens=number), new_job()
+    bench.call(claims.insert_new, [bad, good], now=NOW)
+    assert [job.id for job in bench.claim(bad.id, good.id)] == [good.id]
+    assert bad.id in caplog.text
+
+
 def test_a_beat_does_not_wait_for_a_result_being_written(postgres_url):
     """The two come from two threads of one worker, with the same rows in any order."""
     bench = Bench(Database(postgres_url))
@@ -310,9 +367,9 @@ def test_a_commit_in_doubt_can_be_read_back(bench):
     both = [first.id, second.id]
     assert bench.call(claims.claimed_by, both, worker_id="w1") == [mine]
     assert bench.call(claims.claimed_by, [], worker_id="w1") == []
-    bench.call(finishing.finish, [success(mine)], now=NOW)
+    bench.finish([success(mine)], now=NOW)
     bench.call(store.cancel, second.id, now=NOW)
-    assert bench.call(finishing.ended_under, [held(mine), held(theirs)]) == {first.id}
+    assert bench.call(finishing.ended_under, [held(mine), held(theirs)]) == {held(mine)}
     assert bench.call(finishing.ended_under, [Held(first.id, mine.fence + 1)]) == set()
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs import finishing
 from jobs.finishing import JobResult
 from jobs.forecast import Forecast, Run, _place, backlogs, forecast, measure
 from jobs.lifecycle import JobState
@@ -102,7 +101,7 @@ def end(bench, job, *, run_s: float, completion_tokens: int):
         finished_at=bench.now + run_s,
     )
     bench.now += run_s
-    assert bench.call(finishing.finish, [result], now=bench.now) == {job.id}
+    assert bench.finish([result], now=bench.now) == {job.id}
 
 
 def run_some(bench, number: int):

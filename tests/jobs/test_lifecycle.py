@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import migrations
-from jobs import claims, finishing, store, sweep
+from jobs import claims, store, sweep
 from jobs.claims import Held, UnknownWorker
 from jobs.database import Database
 from jobs.finishing import JobResult
@@ -167,7 +167,7 @@ class Histories(RuleBasedStateMachine):
             for job_id, fence, worker in picked
         ]
         for result, (_, fence, worker) in zip(results, picked, strict=True):
-            accepted = self.bench.call(finishing.finish, [result], now=self.bench.now)
+            accepted = self.bench.finish([result], now=self.bench.now)
             assert (result.id in accepted) == self.holds(result.id, fence)
             if accepted:
                 job = self.jobs[result.id]
@@ -183,7 +183,7 @@ class Histories(RuleBasedStateMachine):
                 claims.release, [Held(job_id, fence)], now=self.bench.now, crashed=crashed,
                 max_crashes=MAX_CRASHES,
             )  # fmt: skip
-            assert (job_id in released) == self.holds(job_id, fence)
+            assert (Held(job_id, fence) in released) == self.holds(job_id, fence)
             if released:
                 job = self.jobs[job_id]
                 job.fence += 1
@@ -191,14 +191,14 @@ class Histories(RuleBasedStateMachine):
                 job.attempt -= not crashed
                 over = job.crashes >= MAX_CRASHES or job.attempt >= job.max_attempts
                 job.go(JobState.FAILED if crashed and over else JobState.QUEUED)
-                assert released[job_id] == job.state
+                assert released[Held(job_id, fence)] == job.state
 
     @rule(worker=WORKERS, tokens=st.integers(1, 3))
     def beat(self, worker, tokens):
         mine = {(job_id, fence) for job_id, fence, owner in self.claims if owner == worker}
         newest = {job_id: max(f for j, f in mine if j == job_id) for job_id, _ in mine}
         held = [Held(job_id, fence) for job_id, fence in newest.items()]
-        checkpoints = {job_id: [list(range(tokens))] for job_id in newest}
+        checkpoints = {each: [list(range(tokens))] for each in held}
 
         def beat():
             return self.bench.call(
@@ -213,9 +213,10 @@ class Histories(RuleBasedStateMachine):
         lost = beat()
         self.leases[worker] = self.bench.now + LEASE_S
         for job_id, fence in newest.items():
-            assert (job_id in lost) == (not self.holds(job_id, fence))
-            if job_id not in lost:
-                self.jobs[job_id].checkpoint = checkpoints[job_id]
+            each = Held(job_id, fence)
+            assert (each in lost) == (not self.holds(job_id, fence))
+            if each not in lost:
+                self.jobs[job_id].checkpoint = checkpoints[each]
 
     @rule(number=st.integers(0, 2))
     def cancel(self, number):

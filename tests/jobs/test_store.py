@@ -6,7 +6,7 @@ import time
 import pytest
 from sqlalchemy.exc import DBAPIError
 
-from jobs import finishing, store
+from jobs import store
 from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.lifecycle import JobState
@@ -166,7 +166,7 @@ def test_cancelling_ends_queued_and_running_jobs_for_good(bench):
     late = JobResult(
         id=claimed.id, fence=claimed.fence, state=JobState.SUCCEEDED, output={"late": True}
     )
-    assert bench.call(finishing.finish, [late], now=bench.now) == set()
+    assert bench.finish([late], now=bench.now) == set()
     assert bench.get(running.id).output is None
 
 
@@ -177,7 +177,7 @@ def test_cancelling_an_ended_job_returns_it_unchanged(bench):
     result = JobResult(
         id=claimed.id, fence=claimed.fence, state=JobState.SUCCEEDED, output={"text": "done"}
     )
-    bench.call(finishing.finish, [result], now=bench.now)
+    bench.finish([result], now=bench.now)
     assert bench.call(store.cancel, record.id, now=bench.now + 9) == bench.get(record.id)
     assert bench.get(record.id).state == JobState.SUCCEEDED
     assert bench.call(store.cancel, "job_gone", now=bench.now) is None
@@ -191,7 +191,7 @@ def test_counts_tell_what_happened(bench):
         JobResult(id=job.id, fence=job.fence, state=JobState.SUCCEEDED, output={})
         for job in claimed[:2]
     ]
-    bench.call(finishing.finish, results, now=NOW + 4)
+    bench.finish(results, now=NOW + 4)
     with bench.database.read() as connection:
         assert store.counts(connection) == {
             (MODEL, JobState.SUCCEEDED): 2,

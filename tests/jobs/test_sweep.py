@@ -176,7 +176,7 @@ def full(bench):
         finishing.JobResult(id=job.id, fence=job.fence, state=JobState.SUCCEEDED, output={})
         for job in claimed[20:]
     ]
-    bench.call(finishing.finish, results, now=bench.now)
+    bench.finish(results, now=bench.now)
     if not bench.database.sqlite:
         with bench.database.begin() as connection:
             connection.execute(text("ANALYZE"))

@@ -100,7 +100,7 @@ class World:
 
     def lose(self, job_id: str, fence: int) -> None:
         holding = Holding(held=[Held(job_id, fence)], checkpoints={})
-        self.dispatcher.beaten(holding, {job_id})
+        self.dispatcher.beaten(holding, {Held(job_id, fence)})
 
     def step(self, *deltas: Delta, ended=(), refused=(), free_tokens=4096) -> None:
         self.dispatcher.engine_stepped(
@@ -411,7 +411,7 @@ def test_only_jobs_with_tokens_at_an_earlier_beat_are_checkpointed(world):
     world.step(Delta(add.key, 0, [8]))
     holding = world.dispatcher.holding()
     assert holding.held == [Held("job_1", 1)]
-    assert holding.checkpoints == {"job_1": [[7, 8]]}
+    assert holding.checkpoints == {Held("job_1", 1): [[7, 8]]}
 
 
 def test_a_soft_limit_ends_the_job_when_the_engine_has_let_go(world):

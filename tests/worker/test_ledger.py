@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from jobs import claims, store
+from jobs import claims, store, sweep
 from jobs.claims import ClaimedJob, Held
 from jobs.database import Database
 from jobs.lifecycle import ErrorCode, JobState
@@ -125,6 +125,19 @@ def test_a_row_taken_before_is_answered_with_none(bench):
     assert bench.claim(job_id) is not None
     assert bench.claim(job_id) is None
     assert bench.claim("job_unknown") is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_worker_whose_lease_has_lapsed_claims_nothing_and_loses_nothing(bench, whole):
+    sent = new_job() if whole else None
+    [job_id] = [sent.id] if sent else bench.submit()
+    with bench.database.begin() as connection:
+        now = bench.database.clock(connection)
+        claims.unregister_worker(connection, WORKER, now=now)
+        sweep.publishable(connection, "tiny", limit=9, now=now)
+    assert bench.claim(job_id, sent) is None
+    row = bench.get(job_id)
+    assert (row.state, row.attempt, row.published_at) == (JobState.QUEUED, 0, None)
 
 
 def test_two_messages_of_one_job_in_one_window_make_one_claim(bench):

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.envelope import read_envelope
+from api.errors import BadRequest
 from jobs.lifecycle import ErrorCode
 from worker.sent_job import SentJob, read_sent_job
 
@@ -82,6 +84,58 @@ def test_a_fault_is_named_in_the_refusal_of_a_row_that_can_be_stored(fields, sai
     assert sent.refusal.code == ErrorCode.INVALID_REQUEST
     assert said in str(sent.refusal)
     assert sent.new_job.id == "job_1"
+
+
+TEXTS = {"k" * 64: "v" * 512}
+DOORS = [
+    {},
+    {"method": "POST"},
+    {"method": "GET"},
+    {"method": None},
+    {"max_attempts": 100},
+    {"max_attempts": 101},
+    {"max_attempts": None},
+    {"max_attempts": 2**63},
+    {"max_attempts": 1.0},
+    {"deadline_s": 30 * 86_400},
+    {"deadline_s": 30 * 86_400 + 1},
+    {"deadline_s": 0},
+    {"deadline_s": 1e300},
+    {"deadline_s": None},
+    {"deadline_s": True},
+    {"priority": None},
+    {"priority": -10},
+    {"priority": -11},
+    {"priority": "0"},
+    {"custom_id": ""},
+    {"custom_id": None},
+    {"custom_id": "é" * 128},
+    {"custom_id": "é" * 129},
+    {"custom_id": 5},
+    {"metadata": {str(i): "" for i in range(16)}},
+    {"metadata": {str(i): "" for i in range(17)}},
+    {"metadata": TEXTS},
+    {"metadata": {"k" * 65: ""}},
+    {"metadata": {"": "x"}},
+    {"metadata": {"k": "v" * 513}},
+    {"metadata": []},
+    {"metadata": {"k": None}},
+    {"url": "/v1/embeddings"},
+    {"url": 1},
+    {"body": None},
+    {"surprise": None},
+]
+
+
+@pytest.mark.parametrize("fields", DOORS, ids=range(len(DOORS)))
+def test_both_roads_take_and_refuse_the_same_jobs(fields):
+    job = {"url": "/v1/completions", "body": BODY} | fields
+    try:
+        read_envelope(job)
+        accepted = True
+    except BadRequest:
+        accepted = False
+    assert (read(job).refusal is None) == accepted
 
 
 @given(ANYTHING | st.fixed_dictionaries({"url": ANYTHING, "body": ANYTHING}))
