@@ -1,57 +1,63 @@
 """kombu's Redis transport, for a consumer that lives on a queue others can write to.
 
-As kombu has it, an element of the list that is no message (not JSON, no object, a body that cannot
-be decoded) raises in the consumer's event loop and ends the worker. Here it is logged, counted and
-passed over; it was popped, so it does not come again. What raises once a message is delivered is
-not touched.
+As kombu and Celery have it, an element of the list that they cannot read (not JSON, headers of
+other types than Celery's, time limits that are no pair) raises in the worker's event loop: the
+worker ends, the element goes back into the list, and the next worker ends too. Here one element's
+fault costs that element alone: it is logged without its content, counted, and not restored.
 """
 
 import logging
+import traceback
 from typing import Any
 
 from kombu.transport import redis
+from redis import DataError, RedisError
 
 logger = logging.getLogger(__name__)
 
 
 class Channel(redis.Channel):
     def _brpop_read(self, **options: Any) -> Any:
-        transport = self.connection
-        assert isinstance(transport, Transport)
-        transport.delivering = False
         try:
             return super()._brpop_read(**options)  # type: ignore[misc]
-        except ValueError as error:  # json's, and what decoding bytes to text raises
-            if transport.delivering:
-                raise
-            transport.drop(type(error).__name__)
-            return False
+        except (ValueError, RecursionError) as error:  # from decoding bytes to text to JSON
+            transport = self.connection
+            assert isinstance(transport, Transport)
+            transport.drop(error)
+            return True
 
 
 class Transport(redis.Transport):
     Channel = Channel
-    delivering = False  # the element was JSON; what fails from here on is not its syntax
     num_dropped = 0
 
     def _deliver(self, message: Any, queue: str | None) -> None:
-        self.delivering = True
-        if fault := self._fault_of(message):
-            self.drop(fault)
-            return
-        super()._deliver(message, queue)
-
-    def drop(self, fault: str) -> None:
-        self.num_dropped += 1
-        logger.warning("element of a queue dropped, it is no message: fault=%s", fault)
-
-    def _fault_of(self, message: Any) -> str | None:
-        """Why kombu's own reading of a message would raise; None when it would not."""
-        if not isinstance(message, dict):
-            return type(message).__name__
-        channel = next(iter(self.channels or ()), None)
         try:
-            if channel is not None:
-                channel.Message(message, channel=channel)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            return type(error).__name__
-        return None
+            super()._deliver(message, queue)
+        except DataError as error:  # a value of the element's that Redis has no type for
+            self.drop(error)
+        except (OSError, RedisError):
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this element's)
+            self.drop(error)
+            self._forget(message)
+
+    def drop(self, error: Exception) -> None:
+        self.num_dropped += 1
+        place = traceback.extract_tb(error.__traceback__)[-1].name
+        logger.warning(
+            "element of a queue dropped, it is no message: fault=%s in %s",
+            type(error).__name__,
+            place,
+        )
+
+    def _forget(self, message: Any) -> None:
+        """Should it stand among the unacknowledged already, it would come back for ever."""
+        tag = message.get("properties", {}).get("delivery_tag") if _is_object(message) else None
+        if isinstance(tag, str):
+            for channel in self.channels or ():
+                channel.basic_reject(tag, requeue=False)
+
+
+def _is_object(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("properties", {}), dict)

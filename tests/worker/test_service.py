@@ -1,6 +1,8 @@
 """A worker as Celery and SQL see it: `celery -A worker.app worker`, Valkey, and both databases."""
 
+import base64
 import contextlib
+import json
 import uuid
 from pathlib import Path
 
@@ -104,9 +106,52 @@ def test_a_celery_client_can_send_a_whole_job(service):
 
 JUNK = (
     b"raw junk", b"\xff\xfe\x00bin", b"[]", b"[1, 2]", b"null", b"1", b'"s"', b"{}",
+    b"[" * 100_000,
     b'{"body": "!", "properties": {"body_encoding": "base64", "delivery_tag": "t"}}',
     b'{"body": "e30=", "properties": {}, "headers": null}',
 )  # fmt: skip
+ODD_HEADERS = (
+    {"task": {"x": 1}}, {"task": ["a"]}, {"task": None}, {"task": 5}, {"task": "nobody.knows"},
+    {"id": {"x": 1}}, {"id": []}, {"id": None}, {"id": 7},
+    {"timelimit": 5}, {"timelimit": []}, {"timelimit": {}}, {"timelimit": "ab"},
+    {"eta": 5}, {"eta": []}, {"expires": {}},
+    {"expires": "0001-01-01T00:00:00"}, {"group": [1]}, {"chord": 5}, {"retries": "many"},
+    {"shadow": {}}, {"argsrepr": []}, {"kwargsrepr": 3}, {"root_id": []}, {"parent_id": {}},
+    {"ignore_result": "yes"}, {"origin": {}}, {"stamped_headers": 5}, {"stamps": []}, {"lang": {}},
+)  # fmt: skip
+ODD_PROPERTIES = (
+    {"delivery_tag": {"x": 1}}, {"delivery_tag": None}, {"delivery_tag": 5},
+    {"delivery_info": {}}, {"delivery_info": None}, {"delivery_info": {"routing_key": "x"}},
+    {"delivery_info": []}, {"priority": "high"}, {"reply_to": {}}, {"correlation_id": []},
+    {"body_encoding": "rot13"}, {"body_encoding": {}},
+)  # fmt: skip
+ODD_BODIES = (
+    b"", b"[]", b"{}", b"[[], {}]", b"[[], {}, {}, {}]", b'["a", "b", "c"]', b"[5, 5, 5]",
+    b'[{}, [], {"chord": 5, "callbacks": 5, "errbacks": [5]}]', b"\xff", b"null",
+)  # fmt: skip
+
+
+def odd_messages(queue):
+    """Messages of Celery's form with one part that is not: a valid one's neighbours in form."""
+
+    def message(tag, headers=None, properties=None, body=b"[[], {}, {}]"):
+        usual = {"delivery_tag": tag, "body_encoding": "base64",
+                 "delivery_info": {"exchange": "", "routing_key": queue}}  # fmt: skip
+        return json.dumps({
+            "body": base64.b64encode(body).decode(),
+            "content-type": "application/json",
+            "content-encoding": "utf-8",
+            "headers": {"task": GENERATE_TASK, "id": f"odd-{tag}", "lang": "py"} | (headers or {}),
+            "properties": usual | (properties or {}),
+        })  # fmt: skip
+
+    for task in (GENERATE_TASK, RUN_TASK):
+        for i, headers in enumerate(ODD_HEADERS):
+            yield message(f"{task}-h{i}", headers={"task": task} | headers)
+        for i, body in enumerate(ODD_BODIES):
+            yield message(f"{task}-b{i}", headers={"task": task}, body=body)
+    for i, properties in enumerate(ODD_PROPERTIES):
+        yield message(f"p{i}", properties=properties)
 
 
 def test_junk_in_the_queues_is_passed_over_and_no_job_is_affected(service, worker):
@@ -114,12 +159,15 @@ def test_junk_in_the_queues_is_passed_over_and_no_job_is_affected(service, worke
     ids = service.submit(*(completion(30) for _ in range(8)))
     with contextlib.closing(connect(service.redis_url)) as redis:
         for queue in (DEFAULT_QUEUE, queue_for(MODEL)):
-            redis.lpush(f"{service.settings.key_prefix}{queue}", *JUNK)
+            redis.lpush(f"{service.settings.key_prefix}{queue}", *JUNK, *odd_messages(queue))
     more = [generate(service) for _ in range(8)]
     for row in service.ended(*ids, *more):
-        assert row.state == JobState.SUCCEEDED, row.error
+        assert (row.state, row.attempt) == (JobState.SUCCEEDED, 1), row.error
     assert worker.process.poll() is None
     assert service.engine_pid(worker) == engine
+    service.wait_for(lambda: service.unacknowledged() == 0)
+    assert "WorkerLostError" not in worker.log_text()
+    assert "Connection to broker lost" not in worker.log_text()
 
 
 @pytest.mark.parametrize("limit", ["x", [1], {}, True, -1, 0])
