@@ -135,6 +135,26 @@ def test_a_worker_that_slept_past_its_lease_writes_nothing(sqlite_deployment):
     assert sqlite_deployment.get(job_id) == row
 
 
+def test_a_lone_worker_that_slept_past_its_lease_takes_its_jobs_up_again_once(start):
+    deployment = start()
+    worker = deployment.start_worker()
+    ids = deployment.submit(*(completion(600, max_attempts=2) for _ in range(3)))
+    for job_id in ids:
+        deployment.running(job_id)
+    os.kill(worker.pid, signal.SIGSTOP)
+    deployment.wait_for(
+        lambda: all(deployment.get(job_id).state == JobState.QUEUED for job_id in ids)
+    )
+    os.kill(worker.pid, signal.SIGCONT)
+    rows = deployment.ended(*ids)
+    assert [(row.state, row.attempt) for row in rows] == [(JobState.SUCCEEDED, 2)] * 3
+    generated = deployment.next_beat(worker).stats["generated_tokens"]
+    accounted = sum(row.completion_tokens + row.wasted_tokens for row in rows)
+    # what the engine makes while the news is on its way is nobody's; no token counts twice
+    assert 0 <= generated - accounted <= 3 * 20
+    assert worker.log_text().count("succeeded: ") == 3
+
+
 def test_an_engine_that_stops_stepping_is_replaced(start):
     deployment = start(stall_s="2")
     worker = deployment.start_worker()
@@ -159,6 +179,7 @@ def test_a_job_that_the_engine_keeps_dying_with_is_given_up(sqlite_deployment):
         )
     row = sqlite_deployment.get(poison)
     assert (row.state, row.error["code"]) == (JobState.FAILED, "poisoned")
+    assert row.wasted_tokens > 0
     [other] = sqlite_deployment.ended(*sqlite_deployment.submit(completion(5)))
     assert other.state == JobState.SUCCEEDED
 
