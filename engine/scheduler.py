@@ -8,9 +8,6 @@ nothing here asks which of them it is looking at.
 Knows nothing of text, models or memory; imports no torch, reads no clock, draws no random number.
 Sources: Yu et al. 2022 (Orca), iteration-level scheduling; Agrawal et al. 2024 (Sarathi-Serve),
 chunked prefill beside decodes; Kwon et al. 2023 (PagedAttention), preemption by recompute.
-
-ParameterError
-└── CapacityError    the prompt and its max_tokens can never fit
 """
 
 from bisect import bisect_left, insort
@@ -19,21 +16,12 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from engine.block_manager import BlockManager
+from engine.capacity import check_capacity
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
 from engine.sequence import FinishReason, Sequence, SequenceState
+from engine.step_budget import MAX_PASSED, StepBudget
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.token_rules import NO_RULES, TokenRules
-
-
-class CapacityError(ParameterError):
-    """A prompt that could never be finished here, however long it waited."""
-
-    def __init__(self, param: str, limit: str, needed: int, available: int) -> None:
-        super().__init__(
-            param, f"prompt + max_tokens is {needed} tokens, the {limit} {available} at most"
-        )
-        self.needed = needed
-        self.available = available
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
@@ -69,7 +57,7 @@ class Scheduler:
         )
         # every running sequence gets at least one token of each step
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._budget = StepBudget(max_num_batched_tokens)
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences
@@ -170,15 +158,18 @@ class Scheduler:
         self._admit_waiting()
         scheduled: list[ScheduledSequence] = []
         copies: list[tuple[int, int]] = []
-        budget = self._max_num_batched_tokens
+        budget = self._budget.num_tokens
+        asked_behind = sum(map(self._budget.asked, self._running))
         while len(scheduled) < len(self._running):
             sequence = self._running[len(scheduled)]
-            # a token is left for each sequence behind, so that no prompt holds up another's decode
-            behind = len(self._running) - len(scheduled) - 1
-            num_tokens = min(sequence.num_uncomputed_tokens, budget - behind)
+            asked_behind -= self._budget.asked(sequence)
+            num_behind = len(self._running) - len(scheduled) - 1
+            num_tokens = self._budget.share(sequence, budget, num_behind, asked_behind)
             assert num_tokens > 0, f"{sequence} has nothing to compute: its last row gave no token"
             to_copy = self._blocks.prepare(sequence, num_tokens)
             if to_copy is None:
+                asked_behind += self._budget.asked(sequence)
+                asked_behind -= self._budget.asked(self._running[-1])
                 self._preempt(self._running[-1])  # perhaps itself
                 continue
             copies += to_copy
@@ -249,14 +240,9 @@ class Scheduler:
 
     def check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raises ParameterError, or CapacityError, for what could never be finished here."""
-        if num_prompt_tokens < 1:
-            raise ParameterError("prompt", "prompt must have at least 1 token, got 0")
-        needed = num_prompt_tokens + max_tokens
-        pool = self._blocks.num_blocks * self._blocks.block_size
-        for limit, available in (("model takes", self._max_model_len), ("KV cache holds", pool)):
-            if needed > available:
-                param = "prompt" if num_prompt_tokens >= available else "max_tokens"
-                raise CapacityError(param, limit, needed, available)
+        kv_tokens = self._blocks.num_blocks * self._blocks.block_size
+        limits = {"max_model_len": self._max_model_len, "kv_tokens": kv_tokens}
+        check_capacity(num_prompt_tokens, max_tokens, **limits)
 
     def _num_blocks_at_most(self, sequence: Sequence) -> int:
         return self._blocks.num_blocks_for(sequence.num_prompt_tokens + sequence.params.max_tokens)
@@ -282,11 +268,21 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         """Let waiting sequences run, in rank order, while seats, tokens and blocks last.
 
-        Strictly in order: were a small prompt to pass a large one that does not fit yet, a stream
-        of small ones could keep the large one waiting for ever.
+        In order as far as seats and blocks go: were a small prompt to pass a large one that does
+        not fit yet, a stream of small ones could keep the large one waiting for ever. A long prompt
+        that only waits until steps have tokens for it is passed by short ones, which leave the
+        blocks that it will need.
         """
-        while self._waiting and self._make_room(self._waiting[0]):
-            sequence = self._waiting.pop(0)
+        num_passed = num_blocks_passed = 0
+        while num_passed < min(len(self._waiting), MAX_PASSED):
+            sequence = self._waiting[num_passed]
+            if self._budget.demand(self._ahead(sequence), sequence) >= self._budget.num_tokens:
+                num_passed += 1
+                num_blocks_passed += self._blocks.num_blocks_for(sequence.num_tokens)
+                continue
+            if not self._make_room(sequence, num_blocks_passed):
+                return
+            del self._waiting[num_passed]
             self._blocks.admit(sequence)
             sequence.state = SequenceState.RUNNING
             insort(self._running, sequence, key=_rank)
@@ -295,21 +291,25 @@ class Scheduler:
                     sequence.num_computed_tokens, sequence.num_prompt_tokens
                 )
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _ahead(self, sequence: Sequence) -> list[Sequence]:
+        return self._running[: bisect_left(self._running, _rank(sequence), key=_rank)]
+
+    def _make_room(self, sequence: Sequence, num_blocks_passed: int) -> bool:
         """Whether a sequence can run now; preempts what has less priority if that is what it takes.
 
         The fewest that make room are preempted, and none if even all of them would not.
         """
-        ahead = bisect_left(self._running, _rank(sequence), key=_rank)
-        demand = sum(running.num_uncomputed_tokens for running in self._running[:ahead])
+        ahead = self._ahead(sequence)
+        demand = self._budget.demand(ahead, sequence)
         for num_kept in range(len(self._running), -1, -1):
             victims = self._running[num_kept:]
             if victims and victims[0].priority >= sequence.priority:
                 return False
+            spare = self._num_growing(num_kept) + num_blocks_passed
             if (
                 num_kept < self._max_num_seqs
-                and demand + max(0, num_kept - ahead) < self._max_num_batched_tokens
-                and self._blocks.fits(sequence, spare=self._num_growing(num_kept), without=victims)
+                and demand + max(0, num_kept - len(ahead)) < self._budget.num_tokens
+                and self._blocks.fits(sequence, spare=spare, without=victims)
             ):
                 for victim in reversed(victims):
                     self._preempt(victim)

@@ -14,11 +14,11 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
+from engine.capacity import CapacityError
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, RequestOutput, RequestUpdate
 from engine.sampling_params import ParameterError
-from engine.scheduler import CapacityError
 from worker.messages import (
     Abort,
     Add,

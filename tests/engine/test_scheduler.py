@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.scheduler import CapacityError
+from engine.capacity import CapacityError
 from engine.sequence import FinishReason, SequenceState
 from tests.engine.scheduler_driver import Driver
 
@@ -302,3 +302,39 @@ def test_a_token_for_a_row_that_does_not_sample_is_a_fault():
     driver.add(6)
     with pytest.raises(AssertionError, match="did not ask"):
         driver.scheduler.update(driver.schedule(), [7], driver.now)
+
+
+def test_short_prompts_pass_long_ones_that_have_the_steps_to_themselves():
+    driver = Driver(num_blocks=256, max_num_batched_tokens=32)
+    (long,), (other_long,) = driver.add(200), driver.add(100)
+    assert driver.step() == {long: 32}
+    (first,), (second,) = driver.add(10), driver.add(6)
+    assert driver.step() == {long: 16, first: 10, second: 6}
+    assert (first.num_generated_tokens, second.num_generated_tokens) == (1, 1)
+    assert driver.step() == {long: 30, first: 1, second: 1}
+    assert other_long.state is SequenceState.WAITING, "long ones go one after the other"
+    driver.drain()
+
+
+def test_a_short_prompt_leaves_the_blocks_that_a_long_one_waits_with():
+    driver = Driver(num_blocks=40, max_num_batched_tokens=32)  # of 4 tokens
+    (long,), (other_long,) = driver.add(80), driver.add(60)
+    assert driver.step() == {long: 32}  # holds 20 blocks, will take 2 more; the other needs 15
+    (small,), (too_much,) = driver.add(4), driver.add(16)
+    assert driver.step() == {long: 28, small: 4}
+    assert too_much.state is SequenceState.WAITING
+    driver.drain()
+    assert other_long.num_preemptions == 0
+
+
+def test_a_stream_of_short_prompts_takes_at_most_half_of_each_step():
+    driver = Driver(num_blocks=256, max_num_batched_tokens=32, max_num_seqs=16)
+    (long,) = driver.add(200)
+    steps = 0
+    while long.num_generated_tokens == 0:
+        for _ in range(3):
+            driver.add(12, max_tokens=1)
+        wanted = long.num_uncomputed_tokens
+        assert driver.step()[long] >= min(16, wanted)
+        steps += 1
+    assert steps <= 200 // 16 + 1

@@ -174,26 +174,26 @@ def preempted_sequences_keep_their_computed_count(patch):
 
 def let_the_newest_in_first(patch):
     def admit_waiting(self):
-        while self._waiting and self._make_room(self._waiting[-1]):
-            sequence = self._waiting.pop()
-            self._blocks.admit(sequence)
-            sequence.state = SequenceState.RUNNING
-            insort(self._running, sequence, key=scheduler._rank)
+        while self._waiting and self._make_room(self._waiting[-1], 0):
+            let_in(self, self._waiting[-1])
 
     patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
 
 
 def let_small_ones_pass(patch):
-    real = Scheduler._make_room
+    def admit_waiting(self):
+        for sequence in list(self._waiting):
+            if self._make_room(sequence, 0):
+                let_in(self, sequence)
 
-    def make_room(self, sequence):
-        for index, candidate in enumerate(self._waiting):
-            if real(self, candidate):
-                self._waiting.insert(0, self._waiting.pop(index))
-                return True
-        return False
+    patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
 
-    patch.setattr(Scheduler, "_make_room", make_room)
+
+def let_in(scheduler_, sequence):
+    scheduler_._waiting.remove(sequence)
+    scheduler_._blocks.admit(sequence)
+    sequence.state = SequenceState.RUNNING
+    insort(scheduler_._running, sequence, key=scheduler._rank)
 
 
 def preempt_another(patch, choose):
