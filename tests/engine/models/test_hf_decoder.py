@@ -187,6 +187,15 @@ def test_the_guard_sees_what_goes_past_the_hook(fault, reason, monkeypatch):
         hf_guard.check_class(type(model), model.config)
 
 
+def test_the_guard_s_copy_has_a_layer_of_each_kind_and_the_model_s_own_heads():
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = build("gemma3_text", num_hidden_layers=12, layer_types=kinds * 2).config
+    small = hf_guard.miniature(config)
+    assert small.layer_types == ["sliding_attention", "full_attention", "full_attention"]
+    assert (small.hidden_size, small.num_attention_heads, small.head_dim) == (48, 6, 8)
+    assert small.sliding_window < min(hf_guard.LENGTHS)
+
+
 def remove(tensors):
     del tensors["model.layers.1.mlp.up_proj.weight"]
 
