@@ -111,10 +111,9 @@ def _check_settings(settings: Settings, environ: Mapping[str, str]) -> Iterator[
 def _check_data_folder(settings: Settings, environ: Mapping[str, str]) -> Iterator[Finding]:
     folder = Path(settings.data_dir).resolve()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        yield Finding(
-            "data", Verdict.FAILED, f"{existing} cannot be written to", "set TOKENMILL_DATA_DIR"
-        )
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        wrong = "cannot be written to" if existing.is_dir() else "is not a folder"
+        yield Finding("data", Verdict.FAILED, f"{existing} {wrong}", "set TOKENMILL_DATA_DIR")
         return
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
@@ -200,7 +199,7 @@ def _check_redis(settings: Settings, environ: Mapping[str, str]) -> Iterator[Fin
 def _check_database(settings: Settings, environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         database = Database(settings.database_url, pool_size=1)
-    except DatabaseURLError as error:
+    except (DatabaseURLError, OSError) as error:
         yield Finding("database", Verdict.FAILED, str(error), "mend DATABASE_URL")
         return
     where = database.url.render_as_string(hide_password=True)
@@ -275,7 +274,10 @@ def _check_this_host(settings: Settings, environ: Mapping[str, str]) -> Iterator
 
 def _live_workers(settings: Settings) -> list[WorkerRecord] | str:
     """The workers whose lease holds, or why they cannot be known."""
-    database = Database(settings.database_url, pool_size=1)
+    try:
+        database = Database(settings.database_url, pool_size=1)
+    except (DatabaseURLError, OSError) as error:
+        return str(error)
     try:
         with database.read() as connection:
             return store.live_workers(connection, database.clock(connection))

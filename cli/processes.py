@@ -45,12 +45,18 @@ def worker(model: str | None, concurrency: int | None) -> None:
 def sweeper() -> None:
     """Run the sweeper until SIGTERM: lapsed leases, deadlines and the runway of every model."""
     settings = settings_of(environment())
+    from sqlalchemy.exc import DBAPIError
+
     from worker.sweeper import run
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    run(settings, stop)
+    try:
+        run(settings, stop)
+    except DBAPIError as error:  # a database that is away is waited for: this one never serves
+        reason = str(error).partition("\n")[0]  # further lines hold the statement
+        raise click.ClickException(f"the database cannot be used: {reason}") from None
 
 
 @click.command()

@@ -178,3 +178,29 @@ def test_a_folder_in_use_is_said_before_the_port_and_its_environment_stays(
     )
     said_in_one_line(stderr, f"cannot listen on 127.0.0.1:{valkey_server.port}")
     assert not (data / "env").exists()  # of a service that was killed
+
+
+def test_the_sweeper_ends_with_the_reason_for_a_file_that_is_no_database(
+    tokenmill, tmp_path, monkeypatch, valkey_url
+):
+    rubbish(tmp_path / "other.db")
+    monkeypatch.setenv("DATABASE_URL", f"sqlite:///{tmp_path / 'other.db'}")
+    monkeypatch.setenv("REDIS_URL", valkey_url)
+    status, stderr = tokenmill("sweeper")
+    assert status == 1
+    said_in_one_line(stderr, "the database cannot be used", "file is not a database")
+
+
+def test_the_doctor_lives_with_any_data_folder(tokenmill, bad_folder, monkeypatch):
+    monkeypatch.setenv("TOKENMILL_DATA_DIR", str(bad_folder))
+    assert tokenmill("doctor", "--only", "workers", "--only", "this-host") == (1, "")
+    for topic in ("data", "database"):
+        _, stderr = tokenmill("doctor", "--only", topic)
+        assert stderr == ""
+
+
+def test_the_doctor_says_that_a_file_is_no_folder(tokenmill, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/data"):
+        monkeypatch.setenv("TOKENMILL_DATA_DIR", name)
+        assert tokenmill("doctor", "--only", "data") == (1, "")
