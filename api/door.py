@@ -89,7 +89,12 @@ class Door:
         # at least 1, so that a prompt without room for output is refused for its own length
         room = max(1, model.max_model_len - len(prompt_ids))
         max_tokens = room if generation.max_tokens is None else generation.max_tokens
-        params = params_of(generation.options, max_tokens=max_tokens)
+        tool_use = generation.tool_use
+        options = {
+            **generation.options,
+            **model.tokenizer.call_options(prompt_ids, tool_use.forced, parallel=tool_use.parallel),
+        }
+        params = params_of(options, max_tokens=max_tokens)
         check_prompt(
             prompt_ids,
             params,

@@ -71,6 +71,7 @@ class Dialect:
     tool_format: ToolFormat | None = None
     thinks: bool = False  # it has the tags <think> and </think>
     variables: frozenset[str] = frozenset()  # of its chat template, that a request may set
+    added_tokens: frozenset[str] = frozenset()  # of its vocabulary: a tag there is a single token
 
     @classmethod
     def of(cls, template: ChatTemplate, vocabulary: Collection[str]) -> "Dialect":
@@ -80,6 +81,7 @@ class Dialect:
             tool_format=_tool_format(template),
             thinks=in_vocabulary or END_THINK in template.source,
             variables=template.variables & SETTABLE_VARIABLES,
+            added_tokens=frozenset(vocabulary),
         )
 
     @property
@@ -109,30 +111,6 @@ class Dialect:
                 raise NoToolFormatError(f"messages[{i}].tool_calls", f"messages[{i}].tool_calls")
             if message.get("role") == "tool":
                 raise NoToolFormatError(f"messages[{i}].role", f"messages[{i}].role 'tool'")
-
-
-def call_schema(
-    tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, name: str | None = None
-) -> dict[str, Any]:
-    """The JSON schema of one call, of the function `name` or of any: what `required` would ask for.
-
-    A constrained reply is, by format: <tool_call>, an object of this schema, </tool_call>; or the
-    object alone.
-    """
-    key = "arguments" if tool_format is ToolFormat.TAGGED_JSON else "parameters"
-    functions = [tool["function"] for tool in tools]
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": each["name"]}, key: each["parameters"]},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for each in functions
-        if name in (None, each["name"])
-    ]
-    assert calls, name
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _tool_format(template: ChatTemplate) -> ToolFormat | None:

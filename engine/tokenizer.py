@@ -16,6 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from engine.call_grammar import call_grammar
 from engine.chat_template import ChatTemplate
 from engine.dialect import Dialect
 from engine.reply import END_THINK, MAX_CALLS, THINK, ReplyForm
@@ -170,15 +171,37 @@ class Tokenizer:
                 return self._encode_guarded(masked)
         return self._encode(self._rust, text, "messages", add_special_tokens=False)
 
+    def call_options(
+        self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], *, parallel: bool
+    ) -> dict[str, Any]:
+        """The sampling options by which the reply to a chat calls one of these tools; none of them,
+        no options."""
+        tool_format = self.dialect.tool_format
+        if not tools:
+            return {}
+        assert tool_format is not None, "encode_chat takes no tools then"
+        grammar = call_grammar(
+            tools,
+            tool_format=tool_format,
+            tag_tokens=self.dialect.tags & self.dialect.added_tokens,
+            in_thought=self._ends_in_thought(prompt_ids),
+            thinks=self.dialect.thinks,
+            parallel=parallel,
+        )
+        return {"structured_outputs": {"kind": "grammar", "text": grammar, "param": "tool_choice"}}
+
+    def _ends_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        tail = self.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        return self.dialect.thinks and tail.rstrip().endswith(THINK)
+
     def reply_form(
         self, prompt_ids: Sequence[int], *, tool_names: frozenset[str], max_calls: int = MAX_CALLS
     ) -> ReplyForm:
         """How the reply to a chat is to be read; without tools no calls are looked for."""
-        tail = self.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
         thinks = self.dialect.thinks
         return ReplyForm(
             thinks=thinks,
-            in_thought=thinks and tail.rstrip().endswith(THINK),
+            in_thought=self._ends_in_thought(prompt_ids),
             thinking_ids=self.thinking_ids if thinks else None,
             tool_format=self.dialect.tool_format if tool_names else None,
             tool_names=tool_names,

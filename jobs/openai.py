@@ -63,10 +63,15 @@ def parse(url: str, body: object) -> Generation:
     if not model:
         raise BodyError("model", "model must not be empty")
     if url == CHAT:
+        tool_use = openai_tools.tool_use(given)
+        if tool_use.forced and form is not None:
+            raise BodyError(
+                "tool_choice", f"tool_choice and {form['param']} both ask for a form; give one"
+            )
         return Generation(
             model=model,
             messages=openai_messages.messages(given.get("messages")),
-            tool_use=openai_tools.tool_use(given),
+            tool_use=tool_use,
             template_variables=openai_tools.template_variables(
                 given.get("chat_template_kwargs", {})
             ),

@@ -5,7 +5,7 @@ Owns every bound on a tool. Knows no model's format: a call comes here as a name
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class ToolUse:
         dict[str, Any], ...
     ] = ()  # as chat templates take them; none with tool_choice none
     parallel: bool = True  # several calls in one reply
+    forced: tuple[dict[str, Any], ...] = ()  # of the tools; the reply has to call one of these
 
     @property
     def names(self) -> frozenset[str]:
@@ -45,13 +46,22 @@ class ToolCall:
 
 def tool_use(given: Mapping[str, Any]) -> ToolUse:
     """Reads tools, tool_choice and parallel_tool_calls. Raises BodyError."""
-    tools = _tools(given.get("tools", []))
-    names = [tool["function"]["name"] for tool in tools]
+    tools = {tool["function"]["name"]: tool for tool in _tools(given.get("tools", []))}
     parallel = fields.boolean("parallel_tool_calls", given.get("parallel_tool_calls", True))
-    choice = _tool_choice(given.get("tool_choice", "auto"), names)
-    if not tools or choice == "none":
+    choice = given.get("tool_choice", "auto")
+    if isinstance(choice, dict):
+        forced = (_named(choice, tools),)
+        return ToolUse(tools=tuple(tools.values()), parallel=False, forced=forced)
+    if not isinstance(choice, str):
+        kind = fields.kind(choice)
+        raise BodyError("tool_choice", f"tool_choice must be a string or an object, got {kind}")
+    fields.one_of("tool_choice", choice, ("none", "auto", "required"))
+    if choice == "required" and not tools:
+        raise BodyError("tool_choice", "tool_choice required needs tools, and there are none")
+    if choice == "none" or not tools:
         return NO_TOOLS
-    return ToolUse(tools=tuple(tools), parallel=parallel)
+    offered = tuple(tools.values())
+    return ToolUse(tools=offered, parallel=parallel, forced=offered if choice == "required" else ())
 
 
 def template_variables(value: object) -> dict[str, Any]:
@@ -161,24 +171,14 @@ def _schema(path: str, schema: object) -> dict[str, Any]:
     return schema
 
 
-def _tool_choice(choice: object, names: Collection[str]) -> str:
-    """none or auto; what would need constrained decoding is refused by name."""
+def _named(choice: dict[str, Any], tools: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The tool that tool_choice names."""
     path = "tool_choice"
-    if isinstance(choice, str):
-        fields.one_of(path, choice, ("none", "auto", "required"))
-        if choice != "required":
-            return choice
-    elif isinstance(choice, dict):
-        named = fields.record(path, choice, ("type", "function"))
-        fields.one_of(f"{path}.type", named.get("type"), ("function",))
-        function = fields.record(f"{path}.function", named.get("function"), ("name",))
-        name = fields.function_name(f"{path}.function.name", function.get("name"))
-        if name not in names:
-            at = f"{path}.function.name"
-            raise BodyError(at, f"{at} must be the name of one of the tools, got {name!r}")
-        choice = f"of the function {name}"
-    else:
-        raise BodyError(path, f"{path} must be a string or an object, got {fields.kind(choice)}")
-    if not names:
-        raise BodyError(path, f"{path} {choice} needs tools, and there are none")
-    raise BodyError(path, f"{path} {choice} is not supported yet: only none and auto are")
+    named = fields.record(path, choice, ("type", "function"))
+    fields.one_of(f"{path}.type", named.get("type"), ("function",))
+    function = fields.record(f"{path}.function", named.get("function"), ("name",))
+    at = f"{path}.function.name"
+    name = fields.function_name(at, function.get("name"))
+    if name not in tools:
+        raise BodyError(at, f"{at} must be the name of one of the tools, got {name!r}")
+    return tools[name]

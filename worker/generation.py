@@ -95,7 +95,11 @@ def _prepare(
         max_tokens = max(1, room - len(token_ids))
     # an unseeded job draws the same noise in every attempt, so that one resumed from a checkpoint
     # is the text that would have been
-    options = {"seed": seed_of(job_id), **generation.options}
+    options = {
+        "seed": seed_of(job_id),
+        **generation.options,
+        **tokenizer.call_options(token_ids, tool_use.forced, parallel=tool_use.parallel),
+    }
     params = params_of(options, max_tokens=max_tokens)
     check_prompt(
         token_ids, params, vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len

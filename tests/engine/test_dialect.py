@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from engine.chat_template import ChatTemplate
 from engine.detokenizer import Detokenizer
-from engine.dialect import Dialect, call_schema
+from engine.dialect import Dialect
 from engine.reply import ToolFormat
 from engine.sampling_params import ParameterError
 from engine.tokenizer import Tokenizer
@@ -202,16 +202,3 @@ def test_calls_are_looked_for_only_where_there_are_tools(tokenizer):
     form = tokenizer.reply_form(prompt, tool_names=NAMES, max_calls=1)
     assert form.tool_format is tokenizer.dialect.tool_format
     assert (form.tool_names, form.max_calls, form.in_thought) == (NAMES, 1, False)
-
-
-def test_the_schema_of_a_call_names_the_function_and_its_parameters():
-    tools = [function(), function("other")]
-    one = call_schema(tools, ToolFormat.BARE_JSON, "other")
-    assert one["properties"] == {
-        "name": {"const": "other"},
-        "parameters": tools[1]["function"]["parameters"],
-    }
-    assert one["required"] == ["name", "parameters"]
-    any_of = call_schema(tools, ToolFormat.TAGGED_JSON)["anyOf"]
-    assert [each["properties"]["name"]["const"] for each in any_of] == ["get_weather", "other"]
-    assert all("arguments" in each["properties"] for each in any_of)

@@ -61,6 +61,17 @@ def test_with_tool_choice_none_the_model_is_shown_no_tools():
     assert chat(tools=None, tool_choice="auto", parallel_tool_calls=False).tool_use == NO_TOOLS
 
 
+def test_a_choice_of_tool_says_which_have_to_be_called():
+    now = {"type": "function", "function": {"name": "now"}}
+    assert chat(tools=[TOOL, now]).tool_use.forced == ()
+    required = chat(tools=[TOOL, now], tool_choice="required").tool_use
+    assert required.forced == required.tools
+    assert required.parallel
+    named = chat(tools=[TOOL, now], tool_choice=now).tool_use
+    assert (named.forced, named.parallel) == ((named.tools[1],), False)
+    assert len(named.tools) == 2
+
+
 def test_calls_and_results_are_given_on_as_templates_take_them():
     said = assistant(CALL, reasoning_content="hm", refusal=None, annotations=None, audio=None)
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "3"}]}
@@ -155,16 +166,15 @@ BAD_BODIES = [
     ({"tool_choice": 0}, "tool_choice", "must be a string or an object"),
     ({"tool_choice": "maybe"}, "tool_choice", "must be none or auto or required, got 'maybe'"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "is not supported yet"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+        "and response_format both ask for a form",
+    ),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
         "tool_choice.function.name",
         "one of the tools, got 'other'",
-    ),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
-        "tool_choice",
-        "of the function get_weather is not supported yet",
     ),
     ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type", "function"),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "object"),

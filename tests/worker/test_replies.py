@@ -113,6 +113,20 @@ def test_bare_json_is_a_call_for_models_that_write_it_so(tokenizers):
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
 
 
+def test_a_call_that_has_to_be_is_asked_of_the_engine(tokenizers):
+    named = {"type": "function", "function": {"name": "now"}}
+    tools = [function(), function("now")]
+    for choice, grammar_names in (("required", {"get_weather", "now"}), (named, {"now"})):
+        add = receive(tokenizers["tagged"], chat(tools=tools, tool_choice=choice)).take(Add)
+        form = add.params.structured_outputs
+        assert (form.kind, form.param) == ("grammar", "tool_choice")
+        names = {name for name in ("get_weather", "now") if f'\\"{name}\\"' in form.text}
+        assert names == grammar_names
+    assert receive(tokenizers["tagged"], chat()).take(Add).params.structured_outputs is None
+    [choice] = answer(tokenizers["tagged"], chat(tool_choice="required"), TAGGED_OSLO)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -207,7 +221,14 @@ REFUSED = [
         "no_template_variable",
         "has no enable_thinking",
     ),
-    ("tagged", {"tool_choice": "required"}, "tool_choice", None, "not supported yet"),
+    (
+        "tagged",
+        {"tool_choice": "required", "ignore_eos": True},
+        "ignore_eos",
+        None,
+        "cannot be combined with tool_choice",
+    ),
+    ("plain", {"tool_choice": "required"}, "tools", "no_tool_format", "shows no format"),
     ("tagged", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", None, "only"),
     ("tagged", {"tools": [function("a b")]}, "tools[0].function.name", None, "1 to 64"),
 ]
