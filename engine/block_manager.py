@@ -210,11 +210,11 @@ class BlockManager:
             assert seal.token_ids[: len(known)] == known, f"block {block} holds other tokens"
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of sealed blocks with the sequence's tokens, its last token left out."""
+        """The longest run of sealed blocks with the tokens that the sequence need not compute."""
         found: list[int] = []
         if not self._enable_prefix_caching:
             return found
-        for index in range((sequence.num_tokens - 1) // self.block_size):
+        for index in range(sequence.num_reusable_tokens // self.block_size):
             block = self._blocks_by_key.get(self._key(sequence, index))
             if block is None or self._seals[block] != self._seal_of(sequence, index):
                 break

@@ -20,7 +20,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, StepResult, max_num_scored_tokens
 from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
 from engine.requests import Request, Sample
@@ -54,7 +54,7 @@ class Runner(Protocol):
     eos_token_ids: frozenset[int]
     model_id: bytes
 
-    def run(self, plan: StepPlan) -> list[int | NumericalError | None]: ...
+    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class LLMEngine:
@@ -91,6 +91,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            max_num_scored_tokens=max_num_scored_tokens(self.vocab_size),
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             model_id=self._runner.model_id,
@@ -202,9 +203,12 @@ class LLMEngine:
         refused = self._waiting_for_forms.settle(wait_s=COMPILE_WAIT_S if idle else 0.0)
         started = self._clock()
         plan = self._pacer.admitted(self._scheduler.schedule(started), started)
-        plan, results = self._run(plan, started)
-        changed = self._fail_rows(plan, results)
-        tokens = [None if isinstance(result, NumericalError) else result for result in results]
+        plan, result = self._run(plan, started)
+        for index, scores in result.scores.items():
+            _, sample = self._owners[plan.scheduled[index].sequence.seq_id]
+            sample.scores += scores
+        changed = self._fail_rows(plan, result.tokens)
+        tokens = [None if isinstance(token, NumericalError) else token for token in result.tokens]
         now = self._clock()
         changed += self._scheduler.update(plan, tokens, now)
         changed += self._ended_early
@@ -282,12 +286,10 @@ class LLMEngine:
         detection = params.repetition_detection
         return Sample(sequence, detokenizer, None if detection is None else LoopDetector(detection))
 
-    def _run(
-        self, plan: StepPlan, now: float
-    ) -> tuple[StepPlan, list[int | NumericalError | None]]:
+    def _run(self, plan: StepPlan, now: float) -> tuple[StepPlan, StepResult]:
         """Run the plan, or what of it the device's memory takes; returns what was run."""
         if plan.empty:
-            return plan, []
+            return plan, StepResult([], {})
         for row in plan.scheduled:
             request, _ = self._owners[row.sequence.seq_id]
             if request.first_scheduled_at is None:
@@ -305,9 +307,7 @@ class LLMEngine:
             self._pacer.ran(plan, ended, ended - started)
         return self._run_in_less_memory(plan)
 
-    def _run_in_less_memory(
-        self, plan: StepPlan
-    ) -> tuple[StepPlan, list[int | NumericalError | None]]:
+    def _run_in_less_memory(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         """Run half the plan; if even that is too much, fail the largest sequence instead.
 
         What is left out stays uncomputed and is scheduled again. The plan's block copies have to

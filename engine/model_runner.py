@@ -4,6 +4,7 @@ Owns the model and the KV cache's memory. Knows nothing of text, or of which seq
 """
 
 import logging
+import math
 from collections import abc
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -17,15 +18,19 @@ from engine.kernels.registry import select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
 from engine.logits_processors import TokenHistory
+from engine.logprobs import token_logprobs
 from engine.models.model import Model, load_model
+from engine.outputs import TokenLogprobs
 from engine.sampler import NothingAllowedError, NumericalError, SampledRow, sample
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sequence import Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.token_rules import NO_RULES
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
+
+MAX_SCORED_LOGITS = 1 << 25  # 128 MiB of float32, and as much for their log-probabilities
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +42,20 @@ class StepBatch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     metadata: AttentionMetadata
-    logit_rows: Tensor  # [R] int64, the last token of each row that samples
+    # [R + S] int64: the last token of each row that samples, then those whose logits score the next
+    logit_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave its rows, each at its place in the plan.
+
+    A row's token is None where it does not sample, a NumericalError where its logits are not
+    numbers. Scores are of known tokens first, then of the one drawn; only rows that ask have any.
+    """
+
+    tokens: list[int | NumericalError | None]
+    scores: dict[int, list[TokenLogprobs]]
 
 
 class ModelRunner:
@@ -76,31 +94,44 @@ class ModelRunner:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[int | NumericalError | None]:
+    def run(self, plan: StepPlan) -> StepResult:
         """Copy the plan's blocks, compute its tokens, and draw the next token of rows that sample.
 
-        The result stands at the row's place in the plan: None for a row that does not sample, a
-        NumericalError for one whose logits are not numbers. Changes the KV cache.
+        Changes the KV cache.
         """
         self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
-        results: list[int | NumericalError | None] = [None] * len(plan.scheduled)
+        result = StepResult([None] * len(plan.scheduled), {})
         if plan.empty:
-            return results
-        sampling = [i for i, row in enumerate(plan.scheduled) if row.samples]
-        logits = self.logits(plan.scheduled)
+            return result
+        scheduled = plan.scheduled
+        sampling = [i for i, row in enumerate(scheduled) if row.samples]
+        logits = self.logits(scheduled)
         # masks are made here, while a GPU computes the logits
-        masks = [_mask(plan.scheduled[i].sequence) for i in sampling]
+        masks = [_mask(scheduled[i].sequence) for i in sampling]
+        drawable, known = logits[: len(sampling)], logits[len(sampling) :]
+        asked = [
+            (r, i)
+            for r, i in enumerate(sampling)
+            if scheduled[i].sequence.params.logprobs is not None
+        ]
+        # a copy: to draw changes logits where a row has options
+        raw = drawable[[r for r, _ in asked]] if asked else drawable[:0]
         rows = [
-            self._sampled_row(plan.scheduled[i].sequence, mask)
+            self._sampled_row(scheduled[i].sequence, mask)
             for i, mask in zip(sampling, masks, strict=True)
         ]
-        for i, drawn, mask in zip(sampling, sample(logits, rows), masks, strict=True):
-            results[i] = mask if isinstance(mask, NumericalError) else drawn
-        return results
+        for i, drawn, mask in zip(sampling, sample(drawable, rows), masks, strict=True):
+            result.tokens[i] = mask if isinstance(mask, NumericalError) else drawn
+        _score_known(result, scheduled, known)
+        _score_drawn(result, scheduled, [i for _, i in asked], raw)
+        return result
 
     @torch.inference_mode()
     def logits(self, scheduled: abc.Sequence[ScheduledSequence]) -> Tensor:
-        """[R, vocab] float32, of the rows that sample, in order. Changes the KV cache."""
+        """[R + S, vocab] float32: of the rows that sample, in order, then of what they score.
+
+        Changes the KV cache.
+        """
         batch = self._batch(scheduled)
         return self._model.forward(
             batch.token_ids,
@@ -119,6 +150,12 @@ class ModelRunner:
         query_lens = np.array([row.num_scheduled_tokens for row in scheduled], dtype=np.int64)
         computed = np.array([row.sequence.num_computed_tokens for row in scheduled], dtype=np.int64)
         samples = np.array([row.samples for row in scheduled], dtype=np.bool_)
+        # the logits at a place are for the token behind it
+        scoring = [
+            start - row.sequence.num_computed_tokens + place - 1
+            for start, row in zip(np.cumsum(query_lens) - query_lens, scheduled, strict=True)
+            for place in row.scored
+        ]
         seq_lens = computed + query_lens
         cu_query_lens = np.concatenate(([0], query_lens.cumsum()))
         # a row's tokens are consecutive: count through the batch, then move each row to its start
@@ -147,7 +184,10 @@ class ModelRunner:
                 ),
                 block_tables=self._tensor(block_tables, torch.int32),
             ),
-            logit_rows=self._tensor(cu_query_lens[1:][samples] - 1, torch.int64),
+            logit_rows=self._tensor(
+                np.concatenate((cu_query_lens[1:][samples] - 1, np.array(scoring, dtype=np.int64))),
+                torch.int64,
+            ),
         )
 
     def _sampled_row(
@@ -208,7 +248,8 @@ class ModelRunner:
         num_blocks = -(-num_tokens // shape.block_size)
         scratch = KVCache(shape, num_blocks, self.device)
         positions = torch.arange(num_tokens, device=self.device)
-        num_rows = min(config.max_num_seqs, num_tokens)
+        num_sampling = min(config.max_num_seqs, num_tokens)
+        num_rows = min(num_sampling + max_num_scored_tokens(self.vocab_size), num_tokens)
         logits = self._model.forward(
             torch.zeros_like(positions),
             positions,
@@ -222,7 +263,8 @@ class ModelRunner:
             positions[:num_rows],
         )
         row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, sample_index=0, position=0)
-        sample(logits, [row] * num_rows)
+        sample(logits[:num_sampling], [row] * num_sampling)
+        token_logprobs(logits[-num_rows:], [0] * num_rows, [MAX_LOGPROBS] * num_rows)
         torch.cuda.synchronize(self.device)
 
 
@@ -234,6 +276,50 @@ def _mask(sequence: Sequence) -> bytes | NothingAllowedError | None:
         return sequence.token_filter.mask(sequence.generated_ids)
     except ValueError as error:
         return NothingAllowedError(f"the output's form ends in nothing: {error}")
+
+
+def max_num_scored_tokens(vocab_size: int) -> int:
+    """Known tokens that one step may score: their logits are kept from growing with the prompt."""
+    return max(1, MAX_SCORED_LOGITS // vocab_size)
+
+
+def _score_known(
+    result: StepResult,
+    scheduled: abc.Sequence[ScheduledSequence],
+    logits: Tensor,  # [S, vocab]
+) -> None:
+    """Score prompts, and what an earlier attempt has generated."""
+    if logits.shape[0] == 0:
+        return
+    places = [(i, row.sequence, place) for i, row in enumerate(scheduled) for place in row.scored]
+    num_top = [
+        (s.params.prompt_logprobs if place < s.num_prompt_tokens else s.params.logprobs) or 0
+        for _, s, place in places
+    ]
+    scores = token_logprobs(logits, [s.token_ids[place] for _, s, place in places], num_top)
+    for (i, _, place), score in zip(places, scores, strict=True):
+        if math.isnan(score.logprob):
+            result.tokens[i] = NumericalError(
+                f"the logits for token {place} are not finite numbers"
+            )
+        result.scores.setdefault(i, []).append(score)
+
+
+def _score_drawn(
+    result: StepResult,
+    scheduled: abc.Sequence[ScheduledSequence],
+    asked: list[int],
+    logits: Tensor,  # [len(asked), vocab], as the model gave them
+) -> None:
+    """Score the tokens that this step drew for rows that ask for it."""
+    drawn = [result.tokens[i] for i in asked]
+    kept = [n for n, token in enumerate(drawn) if isinstance(token, int)]
+    if not kept:
+        return
+    token_ids = [token for token in drawn if isinstance(token, int)]
+    num_top = [scheduled[asked[n]].sequence.params.logprobs or 0 for n in kept]
+    for n, score in zip(kept, token_logprobs(logits[kept], token_ids, num_top), strict=True):
+        result.scores.setdefault(asked[n], []).append(score)
 
 
 def _device(name: str) -> torch.device:

@@ -4,9 +4,23 @@ Values only; imports no torch. Times are seconds of the engine's clock, which is
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.parameter_error import ParameterError
 from engine.sequence import FinishReason
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural log-probabilities at one place of a sequence, by the model's own distribution.
+
+    That is the softmax of its logits in float32, before temperature, penalties and limits. They
+    differ in their last bits with what else a step computes.
+    """
+
+    token_id: int  # the one that stands there
+    logprob: float
+    rank: int  # 1: none is likelier
+    top: tuple[tuple[int, float], ...]  # the likeliest ids, as many as asked for, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +33,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or stop id; None for the model's own eos
     error: str | None = None  # "code: message", with finish_reason error
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids, if asked for
     timed_out: bool = False  # the deadline it ended at was its own timeout_s
 
 
@@ -42,6 +57,8 @@ class RequestOutput:
 
     request_id: str
     completions: tuple[Completion, ...]  # by index
+    # of the prompt, if asked for; its first token has none. Fewer when it was cut short
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stats: RequestStats
 
 

@@ -3,10 +3,10 @@
 Knows nothing of steps or blocks; the Scheduler owns the sequences.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer
-from engine.outputs import Completion, Delta, RequestOutput, RequestStats
+from engine.outputs import Completion, Delta, RequestOutput, RequestStats, TokenLogprobs
 from engine.repetition import LoopDetector
 from engine.sequence import FinishReason, Sequence
 
@@ -20,6 +20,7 @@ class Sample:
     loop_detector: LoopDetector | None = None
     stop_reason: str | int | None = None
     num_seen: int = 0  # generated tokens that text has been made of
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of tokens in order, as asked for
 
     def take_in_tokens(self) -> tuple[Delta, FinishReason | None]:
         """Turn the sequence's new tokens into text. Returns it, and what the text says of the end.
@@ -29,7 +30,8 @@ class Sample:
         sequence, detokenizer = self.sequence, self.detokenizer
         new_ids = sequence.token_ids[sequence.num_prompt_tokens + self.num_seen :]
         params = sequence.params
-        ended_by_id = sequence.finish_reason is FinishReason.STOP and self.stop_reason is None
+        ending = sequence.finish_reason or sequence.ending
+        ended_by_id = ending is FinishReason.STOP and self.stop_reason is None
         mute_end = ended_by_id and not params.include_stop_str_in_output
         spoken = new_ids[:-1] if mute_end else new_ids
         text, looped = "", False
@@ -39,18 +41,18 @@ class Sample:
             text += detokenizer.add([token_id], may_stop=may_stop)
             if self.loop_detector is not None:
                 looped = self.loop_detector.add(token_id) and may_stop
-        if sequence.finish_reason is not None or looped:
+        if ending is not None or looped:
             text += detokenizer.flush()
         self.num_seen += len(new_ids) - len(spoken)
         delta = Delta(sample_index=sequence.sample_index, token_ids=tuple(new_ids), text=text)
         if detokenizer.stopped_by is not None:
-            stops = sequence.finish_reason in (None, FinishReason.LENGTH, FinishReason.STOP)
+            stops = ending in (None, FinishReason.LENGTH, FinishReason.STOP)
             if stops:
                 self.stop_reason = detokenizer.stopped_by
             return delta, FinishReason.STOP if stops else None
         if ended_by_id and new_ids and new_ids[-1] in params.stop_token_ids:
             self.stop_reason = new_ids[-1]
-        return delta, FinishReason.REPETITION if looped and not sequence.finish_reason else None
+        return delta, FinishReason.REPETITION if looped and ending is None else None
 
     def completion(self, *, has_timeout: bool) -> Completion:
         assert self.sequence.finish_reason is not None
@@ -61,8 +63,21 @@ class Sample:
             finish_reason=self.sequence.finish_reason,
             stop_reason=self.stop_reason,
             error=self.sequence.error,
+            logprobs=self._logprobs(),
             timed_out=has_timeout and self.sequence.finish_reason is FinishReason.DEADLINE,
         )
+
+    @property
+    def num_prompt_scores(self) -> int:
+        """How many of the scores are, or would be, the prompt's: all but its first token's."""
+        sequence = self.sequence
+        asked = sequence.params.prompt_logprobs is not None and sequence.sample_index == 0
+        return sequence.num_prompt_tokens - 1 if asked else 0
+
+    def _logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        if self.sequence.params.logprobs is None:
+            return None
+        return tuple(self.scores[self.num_prompt_scores :])
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +100,7 @@ class Request:
         sequences = [sample.sequence for sample in self.samples]
         return RequestOutput(
             request_id=self.request_id,
+            prompt_logprobs=self._prompt_logprobs(),
             completions=tuple(
                 sample.completion(has_timeout=self.has_timeout) for sample in self.samples
             ),
@@ -99,3 +115,9 @@ class Request:
                 finished_at=finished_at,
             ),
         )
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        leader = self.samples[0]
+        if leader.sequence.params.prompt_logprobs is None:
+            return None
+        return (None, *leader.scores[: leader.num_prompt_scores])

@@ -18,7 +18,7 @@ from itertools import pairwise
 from engine.block_manager import BlockManager
 from engine.capacity import check_capacity
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
-from engine.sequence import FinishReason, Sequence, SequenceState
+from engine.sequence import COMPLETE, FinishReason, Sequence, SequenceState
 from engine.step_budget import MAX_PASSED, StepBudget
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.token_rules import NO_RULES, TokenRules
@@ -44,6 +44,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_num_scored_tokens: int = 2**31,  # whose logits a step holds beside those it draws from
         eos_token_ids: frozenset[int] = frozenset(),
         enable_prefix_caching: bool = True,
         model_id: bytes = b"",
@@ -57,7 +58,7 @@ class Scheduler:
         )
         # every running sequence gets at least one token of each step
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._budget = StepBudget(max_num_batched_tokens)
+        self._budget = StepBudget(max_num_batched_tokens, max_num_scored_tokens)
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences
@@ -159,12 +160,14 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         copies: list[tuple[int, int]] = []
         budget = self._budget.num_tokens
+        to_score = self._budget.num_scored
         asked_behind = sum(map(self._budget.asked, self._running))
         while len(scheduled) < len(self._running):
             sequence = self._running[len(scheduled)]
             asked_behind -= self._budget.asked(sequence)
             num_behind = len(self._running) - len(scheduled) - 1
             num_tokens = self._budget.share(sequence, budget, num_behind, asked_behind)
+            num_tokens = min(num_tokens, sequence.num_tokens_to_score(to_score))
             assert num_tokens > 0, f"{sequence} has nothing to compute: its last row gave no token"
             to_copy = self._blocks.prepare(sequence, num_tokens)
             if to_copy is None:
@@ -175,6 +178,7 @@ class Scheduler:
             copies += to_copy
             scheduled.append(ScheduledSequence(sequence, num_tokens))
             budget -= num_tokens
+            to_score = max(0, to_score - len(scheduled[-1].scored))
         return StepPlan(tuple(scheduled), tuple(copies))
 
     def update(
@@ -198,6 +202,8 @@ class Scheduler:
             if token_id is not None:
                 sequence.token_ids.append(token_id)
                 changed.append(sequence)
+            sequence.mark_scored()
+            if token_id is not None or (sequence.ending and not sequence.num_uncomputed_tokens):
                 self._end_if_complete(sequence)
         self._expire(now)
         changed += self._ended
@@ -210,7 +216,11 @@ class Scheduler:
         On one that has just ended here, the reason from above takes the place of ours: a stop
         string completed by the last token allowed is a stop. With ERROR, nothing the sequence has
         computed can be found in the prefix cache any more; call it before `update` sees the row.
+        A sequence that is complete but has tokens without their log-probability ends after them.
         """
+        if sequence.num_unscored_tokens and reason in COMPLETE:
+            sequence.ending = reason
+            return
         if sequence.state is not SequenceState.FINISHED:
             self._end(sequence, reason)
         sequence.finish_reason = reason
@@ -255,7 +265,7 @@ class Scheduler:
         if children:
             self._held[request_id] = children
         for sequence in sequences:
-            if sequence.num_generated_tokens:
+            if sequence.num_generated_tokens or not sequence.params.max_tokens:
                 self._end_if_complete(sequence)
 
     def _expire(self, now: float) -> None:
@@ -358,19 +368,10 @@ class Scheduler:
             insort(self._running, child, key=_rank)
 
     def _end_if_complete(self, sequence: Sequence) -> None:
-        params = sequence.params
-        token_id = sequence.token_ids[-1]
-        stops = token_id in params.stop_token_ids or (
-            token_id in self._eos_token_ids and not params.ignore_eos
-        )
-        # the stopping token itself is no part of the text, so min_tokens come before it
-        if stops and sequence.num_generated_tokens > params.min_tokens:
-            self._end(sequence, FinishReason.STOP)
-        elif sequence.num_generated_tokens >= params.max_tokens:
-            self._end(sequence, FinishReason.LENGTH)
-        else:
-            return
-        self._ended.append(sequence)
+        reason = sequence.reason_to_end(self._eos_token_ids)
+        if reason is not None:
+            self.finish(sequence, reason)
+            self._ended += [sequence] if sequence.finish_reason is not None else []
 
     def _end_request(self, request_id: str, reason: FinishReason) -> list[Sequence]:
         group = list(self._requests.get(request_id, ()))

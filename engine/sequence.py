@@ -38,6 +38,10 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this sequence cannot go on; see Sequence.error
 
 
+# reasons of a sequence that has all the tokens it will ever have
+COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
+
+
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Sequence:
     """Mutable state of one sample of one request. Owned by the Scheduler."""
@@ -58,10 +62,42 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # position p lies in entry p // block_size
     block_keys: list[bytes] = field(default_factory=list)  # BlockManager's, of leading full blocks
     num_computed_tokens: int = 0  # leading tokens whose K and V lie in the block table
+    # leading tokens whose log-probability is known or not asked for; None: no token's is asked for
+    num_scored_tokens: int | None = field(init=False)
+    # with it, all tokens are known and no more are drawn: it ends so when these are computed
+    ending: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        # the first token has no probability: nothing precedes it. One sample scores the prompt for
+        # all
+        if self.params.prompt_logprobs is not None and self.sample_index == 0:
+            self.num_scored_tokens = 1
+        else:
+            asked = self.params.logprobs is not None
+            self.num_scored_tokens = self.num_prompt_tokens if asked else None
+
+    def mark_scored(self) -> None:
+        """Take in that what is computed has told the log-probability of each next known token."""
+        if self.num_scored_tokens is not None:
+            told = min(self.num_computed_tokens + 1, self.num_tokens)
+            self.num_scored_tokens = max(self.num_scored_tokens, told)
+
+    def reason_to_end(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why no more tokens are to be drawn behind the newest; None while there are."""
+        if self.ending is not None:
+            return self.ending
+        params, token_id = self.params, self.token_ids[-1]
+        stops = token_id in params.stop_token_ids or (
+            token_id in eos_token_ids and not params.ignore_eos
+        )
+        # the stopping token itself is no part of the text, so min_tokens come before it
+        if stops and self.num_generated_tokens > params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_generated_tokens >= params.max_tokens else None
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +110,35 @@ class Sequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Known tokens whose log-probability is asked for and has yet to be computed."""
+        if self.num_scored_tokens is None:
+            return 0
+        wanted = self.num_tokens if self.params.logprobs is not None else self.num_prompt_tokens
+        return max(0, wanted - self.num_scored_tokens)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens that may come from the prefix cache.
+
+        The last known token is computed for its logits, and so is each whose logits score another:
+        a cache has keys and values but no logits.
+        """
+        known = self.num_tokens
+        if self.num_scored_tokens is not None and self.num_unscored_tokens:
+            known = self.num_scored_tokens
+        return known - 1
+
+    def num_tokens_to_score(self, limit: int) -> int:
+        """Most next tokens to compute so that no more than `limit` known tokens are scored by it.
+
+        At least 1, so that a sequence always goes on.
+        """
+        if self.num_scored_tokens is None or not self.num_unscored_tokens:
+            return self.num_uncomputed_tokens
+        return max(1, self.num_scored_tokens - 1 - self.num_computed_tokens + limit)
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -16,6 +16,7 @@ MAX_PASSED = 64  # waiting long prompts that a short one may pass: bounds the wo
 @dataclass(frozen=True, slots=True)
 class StepBudget:
     num_tokens: int  # of one step
+    num_scored: int = 2**31  # known tokens that one step may score, about: each costs its logits
 
     @property
     def for_short(self) -> int:

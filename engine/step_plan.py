@@ -18,7 +18,25 @@ class ScheduledSequence:
 
         True of the plan until `update` has taken its result in.
         """
-        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+        return (
+            self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+            and self.sequence.ending is None
+        )
+
+    @property
+    def scored(self) -> range:
+        """Places of known tokens whose asked-for log-probability the row's logits tell.
+
+        The logits at place p are for token p + 1. A next token that the row draws is not among
+        them.
+        """
+        sequence = self.sequence
+        if sequence.num_scored_tokens is None or not sequence.num_unscored_tokens:
+            return range(0)
+        first = sequence.num_scored_tokens
+        assert sequence.num_computed_tokens < first, f"{sequence} skipped logits it needs"
+        end = sequence.num_computed_tokens + self.num_scheduled_tokens + 1
+        return range(first, min(end, first + sequence.num_unscored_tokens))
 
 
 @dataclass(frozen=True, slots=True)

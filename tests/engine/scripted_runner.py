@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from engine.model_runner import StepResult
 from engine.sampler import NumericalError
 from engine.sequence import Sequence
 from engine.step_plan import StepPlan
@@ -46,7 +47,7 @@ class ScriptedRunner:
         self._block_size = block_size
         self._cache: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, slot) -> tokens up to it
 
-    def run(self, plan: StepPlan) -> list[int | NumericalError | None]:
+    def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         contents = [
             {slot: self._cache.get((source, slot)) for slot in range(self._block_size)}
@@ -66,7 +67,9 @@ class ScriptedRunner:
             for position in range(end):
                 tokens = tuple(row.sequence.token_ids[: position + 1])
                 assert self._cache[self._place(row.sequence, position)] == tokens
-        return [self._next_token(row.sequence) if row.samples else None for row in plan.scheduled]
+        return StepResult(
+            [self._next_token(row.sequence) if row.samples else None for row in plan.scheduled], {}
+        )
 
     def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // self._block_size], position % self._block_size

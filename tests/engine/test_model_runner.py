@@ -85,24 +85,24 @@ def test_max_model_len_may_be_less_than_the_models(tiny_llama_dir):
 
 
 def test_an_empty_plan_does_nothing(runner):
-    assert runner.run(StepPlan((), ())) == []
+    assert runner.run(StepPlan((), ())).tokens == []
 
 
 def test_a_row_that_is_not_at_its_end_gives_no_token(runner):
     sequence = a_sequence(range(10, 30), [5, 9])
     plan = StepPlan((ScheduledSequence(sequence, 13),), ())
-    assert runner.run(plan) == [None]
+    assert runner.run(plan).tokens == [None]
     sequence.num_computed_tokens = 13
-    (token,) = runner.run(whole(sequence))
-    assert [token] == runner.run(whole(a_sequence(range(10, 30), [1, 2])))
+    (token,) = runner.run(whole(sequence)).tokens
+    assert [token] == runner.run(whole(a_sequence(range(10, 30), [1, 2]))).tokens
 
 
 def test_copied_blocks_stand_before_the_step_reads_them(runner):
     original = a_sequence(range(10, 30), [5, 9])
-    (token,) = runner.run(whole(original))
+    (token,) = runner.run(whole(original)).tokens
     fork = a_sequence(range(10, 30), [5, 7])
     fork.num_computed_tokens = 19
-    assert runner.run(whole(fork, copies=[(9, 7)])) == [token]
+    assert runner.run(whole(fork, copies=[(9, 7)])).tokens == [token]
 
 
 def test_half_precision_gives_nearly_the_same_logits(tiny_llama_dir, runner):
@@ -117,24 +117,24 @@ def test_half_precision_gives_nearly_the_same_logits(tiny_llama_dir, runner):
 def test_a_row_of_nan_fails_alone_and_leaves_its_neighbours_their_bytes(tiny_llama_dir):
     runner = build(tiny_llama_dir)
     sequences = [a_sequence(range(10 + n, 30), [2 * n, 2 * n + 1]) for n in range(8)]
-    healthy = runner.run(whole(*sequences))
+    healthy = runner.run(whole(*sequences)).tokens
     assert None not in healthy
     sick = sequences[3]
     sick.token_ids.append(7)
     for layer in runner.kv_cache.layers:
         layer[sick.block_table[0]] = torch.nan
     sick.num_computed_tokens = sick.num_tokens - 1
-    results = runner.run(whole(*sequences))
+    results = runner.run(whole(*sequences)).tokens
     assert isinstance(results[3], NumericalError)
     assert re.search(r"token \d+", str(results[3]))
     assert results[:3] + results[4:] == healthy[:3] + healthy[4:]
 
 
 def test_what_a_step_leaves_in_free_slots_never_reaches_another_sequence(runner):
-    expected = runner.run(whole(a_sequence(range(40, 59), [3, 4])))
+    expected = runner.run(whole(a_sequence(range(40, 59), [3, 4]))).tokens
     for layer in runner.kv_cache.layers:
         layer.fill_(torch.nan)
-    assert runner.run(whole(a_sequence(range(40, 59), [3, 4]))) == expected
+    assert runner.run(whole(a_sequence(range(40, 59), [3, 4]))).tokens == expected
     for layer in runner.kv_cache.layers:
         layer.zero_()
 
@@ -146,7 +146,7 @@ def test_a_draw_is_keyed_by_seed_sample_and_place_in_the_sequence(runner):
         sequence.sample_index = length % 3
         row = SampledRow(params=sequence.params, seed=3, sample_index=length % 3, position=length)
         expected = sample(runner.logits(whole(sequence).scheduled), [row])
-        assert runner.run(whole(sequence)) == expected
+        assert runner.run(whole(sequence)).tokens == expected
 
 
 def test_draws_do_not_depend_on_the_company_or_the_cuts(runner):
@@ -165,7 +165,7 @@ def test_draws_do_not_depend_on_the_company_or_the_cuts(runner):
             scheduler.add(str(n), list(range(30, 40 + n)), params, seed=n)
         while scheduler.unfinished:
             plan = scheduler.schedule(0.0)
-            scheduler.update(plan, runner.run(plan), 0.0)
+            scheduler.update(plan, runner.run(plan).tokens, 0.0)
         return sequence.generated_ids
 
     alone = generate(512, 0)

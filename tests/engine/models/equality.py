@@ -90,5 +90,5 @@ def a_scheduler(runner, **settings):
 def run_all(scheduler, runner):
     while scheduler.unfinished:
         plan = scheduler.schedule(0.0)
-        scheduler.update(plan, runner.run(plan), 0.0)
+        scheduler.update(plan, runner.run(plan).tokens, 0.0)
         scheduler.check()
