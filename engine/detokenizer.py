@@ -133,8 +133,7 @@ class _WindowStream:
 
     def add(self, token_ids: Sequence[int]) -> str:
         # ids without text would stand between the neighbours; a decoder never sees them
-        skip = self._skip_special_tokens
-        self._waiting += [i for i in token_ids if not skip or self._tokenizer.is_visible(i)]
+        self._waiting += [i for i in token_ids if self._has_text(i)]
         if self._waiting and _is_byte_token(self._tokenizer.token(self._waiting[-1])):
             return ""
         return self.end()
@@ -146,6 +145,11 @@ class _WindowStream:
         text = self._decode(self._shown + self._waiting)[before:]
         self._shown, self._waiting = self._waiting, []
         return text
+
+    def _has_text(self, token_id: int) -> bool:
+        if self._skip_special_tokens:
+            return self._tokenizer.is_visible(token_id)
+        return self._tokenizer.token(token_id) != ""
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
@@ -168,6 +172,32 @@ def _bytes_of(token: str) -> bytes:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:  # an added token, spelled in plain text
         return token.encode("utf-8")
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What a token spells by itself; a special token its name."""
+    token = tokenizer.token(token_id)
+    if tokenizer.is_byte_level:
+        return _bytes_of(token)
+    if _is_byte_token(token):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()  # SentencePiece's space
+
+
+def text_offsets(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> list[int]:
+    """Where in the ids' text each begins, in characters: a part of one where the whole begins."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    offsets, length = [], 0
+    for token_id in token_ids:
+        released = detokenizer.add([token_id])
+        own = token_bytes(tokenizer, token_id).decode(errors="replace")
+        # bytes before it that turned out to be no character are released with it
+        before = len(released) - len(own) if released.endswith(own) else 0
+        offsets.append(length + before)
+        length += len(released)
+    return offsets
 
 
 def _is_byte_token(token: str) -> bool:

@@ -19,6 +19,7 @@ from jobs.openai_tools import NO_TOOLS, ToolCall, ToolUse
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETIONS)
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the older endpoint
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Generation:
     prompt: str | tuple[int, ...] | None = None  # text or token ids
     options: Mapping[str, Any]  # the sampling options given, under SamplingParams' names
     max_tokens: int | None = None  # None: as many as the model's length leaves room for
+    echo: bool = False  # the prompt stands before the text
+    prompt_logprobs: int | None = None  # shown in the response, so many at each place
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Choice:
     index: int
     text: str
     finish_reason: str  # the engine's: stop, length, repetition, deadline
+    logprobs: Mapping[str, Any] | None = None  # in the endpoint's own shape
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
 
@@ -62,6 +66,7 @@ def parse(url: str, body: object) -> Generation:
     model = fields.text("model", given.get("model"))
     if not model:
         raise BodyError("model", "model must not be empty")
+    shown = options.get("prompt_logprobs")
     if url == CHAT:
         tool_use = openai_tools.tool_use(given)
         if tool_use.forced and form is not None:
@@ -75,13 +80,17 @@ def parse(url: str, body: object) -> Generation:
             template_variables=openai_tools.template_variables(
                 given.get("chat_template_kwargs", {})
             ),
-            options=options,
+            options=options | _chat_logprobs(given),
             max_tokens=_max_tokens(given),
+            prompt_logprobs=shown,
         )
+    echo = fields.boolean("echo", given.get("echo", False))
     return Generation(
         model=model,
         prompt=_prompt(given.get("prompt")),
-        options=options,
+        options=options | _completion_logprobs(given, echo, shown),
+        echo=echo,
+        prompt_logprobs=shown,
         max_tokens=fields.integer("max_tokens", given.get("max_tokens", COMPLETIONS_MAX_TOKENS)),
     )
 
@@ -97,6 +106,7 @@ def response_body(
     cached_tokens: int,
     completion_tokens: int,
     reasoning_tokens: int | None = None,  # of these; None for a model that does not think
+    prompt_logprobs: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """The endpoint's own response body."""
     assert url in URLS, url
@@ -107,12 +117,18 @@ def response_body(
         if reasoning_tokens is None
         else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     )
+    # where vLLM has it: with each completion, with the whole chat
+    prompt_scores = {} if prompt_logprobs is None else {"prompt_logprobs": list(prompt_logprobs)}
     return {
         "id": f"chatcmpl-{suffix}" if chat else f"cmpl-{suffix}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(created),
         "model": model,
-        "choices": [_choice(choice, job_id if chat else None) for choice in choices],
+        "choices": [
+            _choice(choice, job_id if chat else None) | ({} if chat else prompt_scores)
+            for choice in choices
+        ],
+        **(prompt_scores if chat else {}),
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -153,7 +169,7 @@ def _choice(choice: Choice, chat_id: str | None) -> dict[str, Any]:
     return {
         "index": choice.index,
         **outcome,
-        "logprobs": None,
+        "logprobs": choice.logprobs,
         "finish_reason": finish_reason,
         **marker,
     }
@@ -196,6 +212,29 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
             f"got {values['max_tokens']} and {values['max_completion_tokens']}",
         )  # fmt: skip
     return next(iter(values.values()), None)
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> dict[str, int]:
+    wanted = fields.boolean("logprobs", given.get("logprobs", False))
+    if "top_logprobs" not in given:
+        return {"logprobs": 0} if wanted else {}
+    num_top = fields.integer("top_logprobs", given["top_logprobs"])
+    if not wanted:
+        raise BodyError("top_logprobs", "top_logprobs needs logprobs to be true")
+    if not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise BodyError(
+            "top_logprobs", f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {num_top}"
+        )
+    return {"logprobs": num_top}
+
+
+def _completion_logprobs(given: Mapping[str, Any], echo: bool, shown: int | None) -> dict[str, int]:
+    """An echoed prompt is scored as the output is, and perhaps for its own field as well."""
+    if "logprobs" not in given:
+        return {}
+    num_top = fields.integer("logprobs", given["logprobs"])
+    scored = {"prompt_logprobs": max(num_top, shown or 0)} if echo else {}
+    return {"logprobs": num_top} | scored
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
@@ -241,15 +280,16 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "bad_words": fields.list_of_texts,
     "include_stop_str_in_output": fields.boolean,
     "skip_special_tokens": fields.boolean,
+    "prompt_logprobs": fields.integer,
     "repetition_detection": fields.counts,
     "thinking_token_budget": fields.integer,
     "timeout_s": fields.number,  # our own
 }
 _CHAT_FIELDS = {
-    "model", "messages", "max_tokens", "max_completion_tokens",
+    "model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",
     "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
 }  # fmt: skip
-_COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens"}
+_COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens", "logprobs", "echo"}
 
 # labels for the sender's own use, and hints about caching that change no output
 _HARMLESS: dict[str, Callable[[str, object], Any]] = {
@@ -263,7 +303,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -272,11 +311,10 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _COMPLETIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 _CHAT_REFUSED = frozenset({
     "audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention",
-    "reasoning_effort", "stream_options", "top_logprobs", "verbosity", "web_search_options",
+    "reasoning_effort", "stream_options", "verbosity", "web_search_options",
 })  # fmt: skip
-_COMPLETIONS_REFUSED = frozenset({"logprobs", "stream_options"})
+_COMPLETIONS_REFUSED = frozenset({"stream_options"})

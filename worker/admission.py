@@ -17,8 +17,8 @@ class Load:
     """What one job in the worker's hands asks of the engine."""
 
     num_seqs: int
-    prompt_tokens: int
-    max_tokens: int  # for each sequence; 0: nothing is known yet
+    prompt_tokens: int  # 0: nothing is known yet
+    max_tokens: int  # for each sequence
     generated_tokens: int  # of all sequences together
     started: bool  # its prompt lies in KV blocks
 
@@ -50,7 +50,7 @@ class LengthGuess:
 
     def growth(self, load: Load) -> float:
         """KV tokens the job is still expected to take up."""
-        if not load.max_tokens:
+        if not load.prompt_tokens:
             return self.prompt_tokens + load.num_seqs * self.completion_tokens
         remaining = load.num_seqs * load.max_tokens - load.generated_tokens
         grown = min(remaining, load.num_seqs * self.completion_tokens)

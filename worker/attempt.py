@@ -6,7 +6,8 @@ from enum import Enum, auto
 from jobs.claims import Checkpoint, ClaimedJob, Held, num_tokens
 from worker.admission import UNKNOWN_LOAD, Load
 from worker.delivery import Delivery
-from worker.generation import Prompt, Refusal
+from worker.generation import Refusal
+from worker.prompt import Prompt
 
 
 class Phase(Enum):

@@ -20,10 +20,11 @@ from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase
 from worker.book import Book
 from worker.delivery import Delivery, Ending
-from worker.generation import Limits, Outcome, Prompt, Refusal, outcome_of, prepare
+from worker.generation import Limits, Outcome, Refusal, outcome_of, prepare
 from worker.guard import start_thread
 from worker.ledger import Cancel, Claim, Entry, Insert
 from worker.messages import Command, Ended, Ready, Refused, Stepped
+from worker.prompt import Prompt
 from worker.sent_job import SentJob
 
 ENGINE_WAIT_S = 15.0  # jobs wait this long for a new engine process, then for another worker
@@ -277,11 +278,12 @@ class Dispatcher:
             if attempt.limit is not None
             else outcome_of(
                 ended,
+                attempt.prompt,
+                self._tokenizer,
                 job_id=job.id,
                 url=job.url,
                 model=job.model,
                 created=job.created_at,
-                reply_form=attempt.prompt.reply_form,
                 generated=attempt.generated,
             ),
         )

@@ -194,6 +194,7 @@ def ended(output: RequestOutput) -> Ended:
                 finish_reason=sample.finish_reason.value,
                 error=sample.error,
                 timed_out=sample.timed_out,
+                logprobs=None if sample.logprobs is None else list(sample.logprobs),
             )
             for sample in output.completions
         ],
@@ -201,6 +202,7 @@ def ended(output: RequestOutput) -> Ended:
         cached_tokens=output.stats.cached_tokens,
         completion_tokens=output.stats.completion_tokens,
         first_token_at=output.stats.first_token_at,
+        prompt_logprobs=None if output.prompt_logprobs is None else list(output.prompt_logprobs),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.reply import MAX_CALLS, PLAIN, Reply, ReplyForm, num_reasoning_tokens, parse_reply
-from engine.sampling_params import ParameterError, SamplingParams, check_prompt, params_of
+from engine.sampling_params import ParameterError, check_prompt, params_of
 from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
 from jobs import openai
@@ -21,6 +21,8 @@ from jobs.lifecycle import ErrorCode, JobState
 from jobs.openai_fields import BodyError
 from jobs.openai_tools import ToolCall
 from worker.messages import Ended
+from worker.prompt import Prompt
+from worker.scores import echo_of, logprobs_of, prompt_logprobs_of
 
 
 class Refusal(Exception):
@@ -38,15 +40,6 @@ class Limits:
 
     max_model_len: int
     kv_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A generation, ready for the engine."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    reply_form: ReplyForm = PLAIN  # how the text it brings is to be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +109,13 @@ def _prepare(
     if generation.messages is not None:
         max_calls = MAX_CALLS if tool_use.parallel else 1
         reply_form = tokenizer.reply_form(token_ids, tool_names=tool_use.names, max_calls=max_calls)
-    return Prompt(token_ids=token_ids, params=params, reply_form=reply_form)
+    return Prompt(
+        token_ids=token_ids,
+        params=params,
+        reply_form=reply_form,
+        echo=echo_of(generation, token_ids, params, tokenizer),
+        prompt_logprobs=generation.prompt_logprobs,
+    )
 
 
 def seed_of(job_id: str) -> int:
@@ -125,12 +124,13 @@ def seed_of(job_id: str) -> int:
 
 def outcome_of(
     ended: Ended,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
     *,
     job_id: str,
     url: str,
     model: str,
     created: float,
-    reply_form: ReplyForm = PLAIN,
     generated: Sequence[Sequence[int]] = (),  # each sample's ids, those of earlier attempts too
 ) -> Outcome:
     """The row's result from the engine's: the worst sample decides the state."""
@@ -153,12 +153,13 @@ def outcome_of(
             code=ErrorCode.DEADLINE_EXCEEDED,
             message="the deadline passed before the job was done",
         )
-    replies = [parse_reply(each.text, reply_form) for each in ended.samples]
+    replies = [parse_reply(each.text, prompt.reply_form) for each in ended.samples]
     choices = [
         openai.Choice(
             index=sample.index,
-            text=reply.content,
+            text=(prompt.echo or "") + reply.content,
             finish_reason=sample.finish_reason,
+            logprobs=logprobs_of(sample, ended, prompt, tokenizer, chat=url == openai.CHAT),
             reasoning=reply.reasoning,
             calls=tuple(ToolCall(call.name, call.arguments) for call in reply.calls),
         )
@@ -173,7 +174,8 @@ def outcome_of(
         prompt_tokens=ended.prompt_tokens,
         cached_tokens=ended.cached_tokens,
         completion_tokens=ended.completion_tokens,
-        reasoning_tokens=_reasoning_tokens(ended, replies, generated, reply_form),
+        reasoning_tokens=_reasoning_tokens(ended, replies, generated, prompt.reply_form),
+        prompt_logprobs=prompt_logprobs_of(ended, prompt, tokenizer),
     )
     return replace(outcome, output=body)
 

@@ -9,6 +9,7 @@ back to the same worker as a new attempt while the old one is still being droppe
 import msgspec
 
 from engine.config import EngineConfig
+from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 
@@ -69,6 +70,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str
     error: str | None
     timed_out: bool = False  # the deadline it ended at was its own timeout_s
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +82,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
     completion_tokens: int
     first_token_at: float | None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

@@ -1,10 +1,12 @@
 """The text of a growing sequence: whole characters, no part of a stop string, linear cost."""
 
+import contextlib
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import _BYTE_OF, Detokenizer
+from engine.detokenizer import _BYTE_OF, Detokenizer, text_offsets, token_bytes
 from engine.tokenizer import Tokenizer
 from tests.engine.tokenizers_on_disk import KINDS, write
 
@@ -79,6 +81,30 @@ def test_byte_tokens_end_as_the_text_of_all_at_once(fallback, pieces, chunk):
     ids = [fallback._rust.token_to_id(piece) for piece in pieces]
     parts, _ = parts_of(fallback, ids, chunk=chunk)
     assert "".join(parts) == fallback.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_special_tokens_have_text_when_they_are_to_be_shown(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    text = "".join(detokenizer.add([token_id]) for token_id in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_token_spells_its_bytes_and_stands_where_its_text_begins(tokenizer):
+    text = "the né in the 日本 <s>!"
+    ids = tokenizer.encode(text)
+    offsets = text_offsets(tokenizer, ids, skip_special_tokens=False)
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    spelled = b"".join(token_bytes(tokenizer, token_id) for token_id in ids)
+    assert spelled.decode().strip() == shown.strip()
+    assert offsets == sorted(offsets)
+    assert len(set(offsets)) > 5
+    for token_id, offset in zip(ids, offsets, strict=True):
+        with contextlib.suppress(UnicodeDecodeError):  # a part of a character
+            own = token_bytes(tokenizer, token_id).decode()
+            assert shown[offset:].startswith(own if offset else own.lstrip())
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 CHAT_WORKS = {
     "max_completion_tokens": 3, "max_tokens": 3, "messages": [{"role": "user", "content": "Bye"}],
     "model": "other", "n": 2, "seed": 7, "stop": ["x"], "temperature": 0.5, "top_p": 0.5,
-    "frequency_penalty": 1, "logit_bias": {"5": 1}, "presence_penalty": 1.5,
+    "frequency_penalty": 1, "logit_bias": {"5": 1}, "presence_penalty": 1.5, "logprobs": True,
     "response_format": {"type": "json_object"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
 }  # fmt: skip
@@ -31,20 +31,20 @@ CHAT_HARMLESS = {
 }  # fmt: skip
 CHAT_REFUSED = {
     "audio": {"voice": "a"}, "function_call": {"name": "f"},
-    "functions": [{"name": "f"}], "logprobs": True,
+    "functions": [{"name": "f"}],
     "modalities": ["audio"], "moderation": {}, "prediction": {"type": "content"},
     "prompt_cache_options": {}, "prompt_cache_retention": "24h",
     "reasoning_effort": "low", "store": True,
-    "stream": True, "stream_options": {"include_usage": True}, "top_logprobs": 2,
+    "stream": True, "stream_options": {"include_usage": True},
     "verbosity": "low", "web_search_options": {},
 }  # fmt: skip
 COMPLETIONS_WORKS = {
     "max_tokens": 3, "model": "other", "n": 2, "prompt": "Twice", "seed": 7, "stop": "x",
     "temperature": 0.5, "top_p": 0.5, "frequency_penalty": 1, "logit_bias": {"5": 1},
-    "presence_penalty": 1,
+    "presence_penalty": 1, "echo": True, "logprobs": 0,
 }  # fmt: skip
 COMPLETIONS_REFUSED = {
-    "best_of": 2, "echo": True, "logprobs": 0, "stream": True, "stream_options": {}, "suffix": "!",
+    "best_of": 2, "stream": True, "stream_options": {}, "suffix": "!",
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_options_arrive_under_the_samplers_names():
         "logit_bias": {"5": -100, "0": 0.5}, "allowed_token_ids": [5, 6], "bad_words": ["no"],
         "include_stop_str_in_output": True, "skip_special_tokens": False, "timeout_s": 2.5,
         "repetition_detection": {"max_pattern_size": 20, "min_count": 4},
-        "thinking_token_budget": 0,
+        "thinking_token_budget": 0, "prompt_logprobs": 3,
     }  # fmt: skip
     read = given | {
         "stop": ("END",), "stop_token_ids": (1, 2), "logit_bias": ((5, -100), (0, 0.5)),
@@ -90,9 +90,33 @@ def test_options_arrive_under_the_samplers_names():
         assert options == read
         params = params_of(options, max_tokens=5)
         assert params.repetition_detection == RepetitionDetection(max_pattern_size=20, min_count=4)
-    others = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+    others = {"max_tokens", "logprobs", "structured_outputs"}
     assert set(given) | others == OPTION_NAMES
     assert chat(stop=["a", "b"]).options["stop"] == ("a", "b")
+
+
+def test_logprobs_are_a_flag_and_a_number_in_a_chat_and_a_number_in_a_completion():
+    assert chat(logprobs=True).options == {"logprobs": 0}
+    assert chat(logprobs=True, top_logprobs=20).options == {"logprobs": 20}
+    assert complete(logprobs=20).options == {"logprobs": 20}
+    assert refusal(chat, logprobs=5).param == "logprobs"
+    assert refusal(chat, top_logprobs=2).param == "top_logprobs"
+    assert refusal(chat, logprobs=False, top_logprobs=2).param == "top_logprobs"
+    assert "[0, 20]" in str(refusal(chat, logprobs=True, top_logprobs=21))
+    assert refusal(complete, logprobs=True).param == "logprobs"
+    assert refusal(complete, top_logprobs=2).param == "top_logprobs"
+    assert refusal(complete, echo=1).param == "echo"
+    assert refusal(chat, echo=True).param == "echo"
+
+
+def test_an_echoed_prompt_is_scored_as_the_output_is():
+    echoed = complete(echo=True, logprobs=4)
+    assert (echoed.echo, echoed.prompt_logprobs) == (True, None)
+    assert echoed.options == {"logprobs": 4, "prompt_logprobs": 4}
+    both = complete(echo=True, logprobs=4, prompt_logprobs=7)
+    assert both.prompt_logprobs == 7
+    assert both.options == {"logprobs": 4, "prompt_logprobs": 7}
+    assert complete(echo=True).options == {}
 
 
 def test_null_means_not_given():
@@ -151,8 +175,7 @@ def test_the_value_that_asks_for_nothing_is_accepted(call, field, value):
 @pytest.mark.parametrize(
     ("call", "field", "value"),
     [(chat, *item) for item in CHAT_REFUSED.items()]
-    + [(complete, *item) for item in COMPLETIONS_REFUSED.items()]
-    + [(chat, "logprobs", 0)],
+    + [(complete, *item) for item in COMPLETIONS_REFUSED.items()],
 )
 def test_what_asks_for_more_is_refused_by_name(call, field, value):
     error = refusal(call, **{field: value})

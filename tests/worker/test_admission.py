@@ -30,6 +30,12 @@ def test_an_idle_worker_takes_one_job_whatever_it_may_need():
     assert places(room(free_tokens=16), []) == 1
 
 
+def test_a_job_that_only_scores_its_prompt_counts_as_what_it_is():
+    guess = LengthGuess()
+    assert guess.growth(load(prompt_tokens=40, max_tokens=0)) == 40
+    assert guess.growth(UNKNOWN_LOAD) == guess.prompt_tokens + guess.completion_tokens
+
+
 def test_seats_are_filled_with_a_few_jobs_more_waiting_for_theirs():
     assert places(room(), [load()] * 10) == 8  # 16 seats, 2 wait
     assert places(room(), [load()] * 18) == 0

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from engine.config import EngineConfig
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import RepetitionDetection, SamplingParams
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.messages import Abort, Add, Delta, Ready, Stepped
 
@@ -106,6 +106,25 @@ def test_it_generates_reports_each_step_and_ends_with_the_whole_text(running):
     assert len(bench.tokens("a")) == 20
     assert last.free_tokens == NUM_BLOCKS * 16
     assert last.stats["num_steps"] == last.num_steps > 0
+
+
+def test_every_option_and_every_score_comes_through_the_pipe(running):
+    options = {
+        "presence_penalty": 0.5, "frequency_penalty": 1, "repetition_penalty": 1.2,
+        "logit_bias": ((5, -3), (6, 2.5)), "allowed_token_ids": (5, 6, 7, 8), "bad_words": ("zz",),
+        "stop": ("qq",), "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "repetition_detection": RepetitionDetection(max_pattern_size=2, min_count=50),
+        "timeout_s": 60, "logprobs": 2, "prompt_logprobs": 3,
+    }  # fmt: skip
+    running.client.send(add("scored", **options))
+    [ended] = running.until(lambda step: step.ended).ended
+    [sample] = ended.samples
+    tokens = running.tokens("scored")
+    assert [score.token_id for score in sample.logprobs] == tokens
+    assert set(tokens) <= {5, 6, 7, 8}
+    assert [len(score.top) for score in sample.logprobs] == [2] * 10
+    assert ended.prompt_logprobs[0] is None
+    assert [score.token_id for score in ended.prompt_logprobs[1:]] == [6, 7]
 
 
 def test_an_abort_frees_every_block_within_one_step_and_nothing_more_is_heard(running):

@@ -2,10 +2,12 @@
 
 import pytest
 
+from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from jobs.lifecycle import ErrorCode, JobState
-from worker.generation import Limits, Prompt, Refusal, outcome_of, prepare
+from worker.generation import Limits, Refusal, outcome_of, prepare
 from worker.messages import Ended, Sample
+from worker.prompt import Prompt
 
 LIMITS = Limits(max_model_len=512, kv_tokens=4096)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -77,13 +79,23 @@ def ended(*finish_reasons: str, error: str | None = None) -> Ended:
     return Ended("job_1:1", samples, 5, 2, 30, 12.5)
 
 
-def outcome(*finish_reasons: str, error: str | None = None):
-    return outcome_of(
-        ended(*finish_reasons, error=error), job_id="job_1", url=CHAT, model="m", created=1.5
-    )
+@pytest.fixture
+def outcome(tokenizer):
+    def outcome(*finish_reasons: str, error: str | None = None):
+        return outcome_of(
+            ended(*finish_reasons, error=error),
+            Prompt(token_ids=[5], params=SamplingParams(max_tokens=40)),
+            tokenizer,
+            job_id="job_1",
+            url=CHAT,
+            model="m",
+            created=1.5,
+        )
+
+    return outcome
 
 
-def test_a_success_is_the_endpoints_response_with_every_sample():
+def test_a_success_is_the_endpoints_response_with_every_sample(outcome):
     result = outcome("stop", "length")
     assert (result.state, result.finish_reason) == (JobState.SUCCEEDED, "length")
     assert (result.prompt_tokens, result.cached_tokens, result.completion_tokens) == (5, 2, 30)
@@ -101,7 +113,7 @@ def test_a_success_is_the_endpoints_response_with_every_sample():
         (("stop", "abort"), JobState.FAILED),
     ],
 )
-def test_the_worst_sample_decides_and_half_an_answer_is_none(finish_reasons, state):
+def test_the_worst_sample_decides_and_half_an_answer_is_none(outcome, finish_reasons, state):
     result = outcome(*finish_reasons)
     assert result.state == state
     assert result.output is None

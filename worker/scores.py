@@ -1,0 +1,62 @@
+"""Log-probabilities of a job's tokens, and the prompt before its text, for the response."""
+
+from functools import partial
+from typing import Any
+
+from engine.detokenizer import text_offsets, token_bytes
+from engine.outputs import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+from jobs import openai_logprobs
+from jobs.openai import Generation
+from worker.messages import Ended, Sample
+from worker.prompt import Prompt
+
+
+def echo_of(
+    generation: Generation, token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer
+) -> str | None:
+    """What stands before the text: a prompt in text as it came, one in ids as the text of them."""
+    if not generation.echo:
+        return None
+    if isinstance(generation.prompt, str):
+        return generation.prompt
+    return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+
+
+def logprobs_of(
+    sample: Sample, ended: Ended, prompt: Prompt, tokenizer: Tokenizer, *, chat: bool
+) -> dict[str, Any] | None:
+    """In the endpoint's shape: all tokens generated, also those that a stop cut from the text."""
+    num_top = prompt.params.logprobs
+    if sample.logprobs is None or num_top is None:
+        return None
+    spell = partial(token_bytes, tokenizer)
+    if chat:
+        return openai_logprobs.chat_logprobs(sample.logprobs, spell)
+    skip_special_tokens = prompt.params.skip_special_tokens
+
+    def offsets_in(text: str, token_ids: list[int]) -> list[int]:
+        offsets = text_offsets(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+        return [min(offset, len(text)) for offset in offsets]
+
+    places: list[tuple[int, TokenLogprobs | None]] = []
+    offsets: list[int] = []
+    if prompt.echo is not None and ended.prompt_logprobs is not None:
+        # fewer scores than tokens where it was cut short
+        places += zip(prompt.token_ids, ended.prompt_logprobs, strict=False)
+        offsets += offsets_in(prompt.echo, [token_id for token_id, _ in places])
+    generated = [score.token_id for score in sample.logprobs]
+    places += zip(generated, sample.logprobs, strict=True)
+    start = len(prompt.echo or "")
+    offsets += [start + offset for offset in offsets_in(sample.text, generated)]
+    return openai_logprobs.completion_logprobs(places, offsets, num_top, spell)
+
+
+def prompt_logprobs_of(
+    ended: Ended, prompt: Prompt, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None] | None:
+    if ended.prompt_logprobs is None or prompt.prompt_logprobs is None:
+        return None
+    spell = partial(token_bytes, tokenizer)
+    return openai_logprobs.prompt_logprobs(ended.prompt_logprobs, prompt.prompt_logprobs, spell)
