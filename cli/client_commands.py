@@ -123,9 +123,16 @@ def short(text: str, width: int) -> str:
 
 
 def text_of(job: Job) -> str:
-    """The first choice's text of a job that succeeded."""
+    """The first choice's text of a job that succeeded; calls or a thought where it has none."""
     choice = job["response"]["body"]["choices"][0]
-    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    calls = [each["function"] for each in message.get("tool_calls", ())]
+    shown = [f"{each['name']}({each['arguments']})" for each in calls]
+    if message["content"] is not None:
+        shown.insert(0, message["content"])
+    return "\n".join(shown or [message.get("reasoning_content", "")])
 
 
 def seconds(value: float | None) -> str:

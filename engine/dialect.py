@@ -40,7 +40,7 @@ _QUESTION = {"role": "user", "content": "the question"}
 _CHAT_WITH_CALL: list[dict[str, Any]] = [
     _QUESTION,
     {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
-    {"role": "tool", "content": "the probe's result", "tool_call_id": "call_0"},
+    {"role": "tool", "content": "the probe's result", "tool_call_id": "call_0", "name": _NAME},
 ]
 _DECODER = json.JSONDecoder()
 

@@ -34,7 +34,20 @@ def messages(value: object) -> list[dict[str, Any]]:
         raise BodyError(
             "messages", f"messages must have 1 to {MAX_MESSAGES} entries, got {len(value)}"
         )
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+    read = [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+    _name_results(read)
+    return read
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Give each result the name of the function whose call it answers: some templates print it, and
+    OpenAI's messages have only the call's id."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message.setdefault("name", names[message["tool_call_id"]])
 
 
 def _message(path: str, message: object) -> dict[str, Any]:

@@ -5,9 +5,10 @@ import time
 import pytest
 from rich.console import Console
 
-from cli.client_commands import _show_service
+from cli.client_commands import _show_service, text_of
 from jobs.records import new_job_id
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 NOW = time.time()
 
 
@@ -71,3 +72,17 @@ def test_reasons_and_warnings_are_sentences():
         "  no live worker for model [tiny]",
         "  warning: Redis may evict",
     ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [
+        ({"text": "a time"}, "a time"),
+        ({"message": {"content": "Hi"}}, "Hi"),
+        ({"message": {"content": None, "reasoning_content": "hm"}}, "hm"),
+        ({"message": {"content": None, "tool_calls": [CALL, CALL]}}, 'f({"a": 1})\nf({"a": 1})'),
+        ({"message": {"content": "So:", "tool_calls": [CALL]}}, 'So:\nf({"a": 1})'),
+    ],
+)
+def test_a_reply_without_content_shows_its_calls_or_its_thought(choice, shown):
+    assert text_of({"response": {"body": {"choices": [choice]}}}) == shown

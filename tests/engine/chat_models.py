@@ -79,6 +79,21 @@ BARE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- head('assistant') }}{%- endif %}
 """
+# Hermes 2 Pro: the arguments first, and results by name only
+NAMED_RESULTS = TAGGED.replace(
+    """\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n""",
+    """\\n{ "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- ', "name": "' + call.function.name + '"}\\n""",
+).replace(
+    "{{- turn('user', '<tool_response>\\n' + message.content",
+    """{%- if not message.name is defined %}
+            {{- raise_exception('a tool response needs a name') }}
+        {%- endif %}
+        {{- turn('tool', '<tool_response>\\n' + message.name + ': ' + message.content""",
+)
 # no word of tools: they would be silently left out of the prompt
 PLAIN = """\
 {%- for message in messages %}

@@ -12,6 +12,7 @@ from engine.tokenizer import Tokenizer
 from tests.engine.chat_models import (
     BARE,
     LIST,
+    NAMED_RESULTS,
     PLAIN,
     TAGGED,
     TAGGED_XML,
@@ -50,6 +51,7 @@ def dialect(template, vocabulary=()):
     ("template", "tool_format", "thinks", "variables"),
     [
         (TAGGED, ToolFormat.TAGGED_JSON, True, {"enable_thinking"}),
+        (NAMED_RESULTS, ToolFormat.TAGGED_JSON, True, {"enable_thinking"}),
         (BARE, ToolFormat.BARE_JSON, False, set()),
         (PLAIN, None, False, set()),
         (THINKING, None, False, set()),

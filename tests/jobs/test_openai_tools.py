@@ -89,9 +89,21 @@ def test_calls_and_results_are_given_on_as_templates_take_them():
             ],
             "reasoning_content": "hm",
         },
-        {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "3", "tool_call_id": "call_1", "name": "get_weather"},
     ]
     assert chat(called(arguments=" ")).messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_a_result_has_the_name_of_the_call_it_answers():
+    first, second = CALL | {"id": "a"}, {**CALL, "id": "b", "function": dict(CALL["function"])}
+    second["function"]["name"] = "now"
+
+    def named(call_id, **fields):
+        result = {"role": "tool", "content": "3", "tool_call_id": call_id} | fields
+        return chat(assistant(first, second), result).messages[2].get("name")
+
+    assert (named("a"), named("b"), named("c")) == ("get_weather", "now", None)
+    assert named("a", name="by_hand") == "by_hand"
 
 
 def test_a_message_of_ours_can_be_sent_back():

@@ -12,6 +12,7 @@ from jobs.lifecycle import ErrorCode, JobState
 from tests.engine.chat_models import (
     BARE,
     MAX_MODEL_LEN,
+    NAMED_RESULTS,
     PLAIN,
     TAGGED,
     THINKING,
@@ -31,6 +32,7 @@ TAGGED_OSLO = f"<tool_call>\n{OSLO}\n</tool_call>"
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     templates = {"tagged": TAGGED, "bare": BARE, "plain": PLAIN, "thinking": THINKING}
+    templates["named results"] = NAMED_RESULTS
     return {
         name: Tokenizer.load(write_chat_model(tmp_path_factory.mktemp(name), template))
         for name, template in templates.items()
@@ -92,6 +94,17 @@ def test_a_call_becomes_openais_and_the_next_turn_takes_it_back(tokenizers):
     again = answer(tagged, following, "It is 3 degrees.")["choices"][0]
     assert (again["message"]["content"], again["finish_reason"]) == ("It is 3 degrees.", "stop")
     assert "tool_calls" not in again["message"]
+
+
+def test_a_template_that_prints_a_results_name_gets_it(tokenizers):
+    tokenizer = tokenizers["named results"]
+    [choice] = answer(tokenizer, chat(), TAGGED_OSLO)["choices"]
+    [call] = choice["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3 degrees"}
+    add = receive(tokenizer, chat(messages=[USER, choice["message"], result])).take(Add)
+    shown = tokenizer.decode(add.prompt_ids, skip_special_tokens=False)
+    assert '{ "arguments": {"city": "Oslo"}, "name": "get_weather"}' in shown
+    assert "get_weather: 3 degrees" in shown
 
 
 def test_every_sample_is_read_by_itself(tokenizers):
