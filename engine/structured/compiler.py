@@ -1,11 +1,12 @@
 """From a form to its grammar, beside the engine's steps.
 
-One thread takes one form after another: it lets the trial process try it under limits, and builds
-here what went well there, which costs the same again and releases the interpreter's lock meanwhile.
-(A compiled grammar cannot be sent from process to process.) What was built is kept, and what was
-refused is remembered, up to a number of entries and an estimate of their bytes.
+A few threads take one form after another: each lets the trial process try it under limits, and
+builds here what went well there, which costs the same again and releases the interpreter's lock
+meanwhile. (A compiled grammar cannot be sent from process to process.) What was built is kept, and
+what was refused is remembered, up to a number of entries and an estimate of their bytes.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from engine.structured.grammar import Grammar, GrammarError, GrammarState, load_
 from engine.structured.trial import TRIAL_LIMIT_S, Verdict
 from engine.structured_outputs import StructuredOutputs
 
+NUM_THREADS = 4  # forms compiled at once: one that takes its time holds up no others
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 64 << 20
 ENTRY_BYTES = 64 << 10  # of a grammar's own, beside what the trial measured
@@ -51,8 +53,9 @@ class GrammarCompiler:
             "eos_token_ids": sorted(eos_token_ids),
         }
         self._trials = TrialProcess(json.dumps(parts).encode())
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
-        self._lock = threading.Lock()  # of the cache
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-compiler")
+        self._lock = threading.Lock()  # of all that follows
+        self._compiling: dict[Key, threading.Lock] = {}
         self._cache: OrderedDict[Key, tuple[Grammar | str, int]] = OrderedDict()
         self._num_bytes = 0
 
@@ -80,7 +83,7 @@ class GrammarCompiler:
         """
         known = self._known(_key(form))
         if known is None or generated:
-            return self._thread.submit(self._open, form, generated, n)
+            return self._threads.submit(self._open, form, generated, n)
         future: Future[list[GrammarState]] = Future()
         if isinstance(known, Grammar):
             future.set_result([known.state() for _ in range(n)])
@@ -90,19 +93,30 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the trial process and the thread; forms not yet compiled are cancelled."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._trials.kill()
 
     def _open(
         self, form: StructuredOutputs, generated: Sequence[Sequence[int]], n: int
     ) -> list[GrammarState]:
-        known = self._known(_key(form)) or self._compile(form)
+        known = self._known(_key(form)) or self._compile_once(form)
         if isinstance(known, str):
             raise _refusal(form, known)
         states = [known.state() for _ in range(n)]
         for state, token_ids in zip(states, generated, strict=False):
             state.catch_up(token_ids)
         return states
+
+    def _compile_once(self, form: StructuredOutputs) -> Grammar | str:
+        """Compile it, or wait for the thread that does: a batch's rows may all have one form."""
+        key = _key(form)
+        with self._lock:
+            turn = self._compiling.setdefault(key, threading.Lock())
+        with turn:
+            made = self._known(key) or self._compile(form)
+        with self._lock:
+            self._compiling.pop(key, None)
+        return made
 
     def _compile(self, form: StructuredOutputs) -> Grammar | str:
         if isinstance(self._vocabulary, GrammarError):
@@ -138,14 +152,18 @@ class GrammarCompiler:
 
 
 class TrialProcess:
-    """One trial process at a time: started when first needed, replaced when it gives no answer."""
+    """One trial process at a time: started when first needed, replaced when it gives no answer.
+
+    Several threads may ask at once.
+    """
 
     def __init__(self, vocabulary: bytes) -> None:
         self._vocabulary = vocabulary
-        self._pipe: Connection | None = None
+        self._lock = threading.Lock()  # of what follows
+        self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[[subprocess.Popen[bytes], Connection], TrialProcess] | None
-        self._end = None
+        self._end: weakref.finalize[..., TrialProcess] | None = None
+        self._has_answered = False
 
     @property
     def pid(self) -> int | None:
@@ -153,25 +171,50 @@ class TrialProcess:
 
     def verdict(self, form: StructuredOutputs) -> Verdict | None:
         """Blocks until the form was tried, for as long as the limits say; None: no answer."""
-        limit_s = TRIAL_LIMIT_S + ANSWER_GRACE_S
+        process = None
         try:
-            if self._pipe is None:
-                self._start()
-                limit_s += START_LIMIT_S
-            assert self._pipe is not None
-            self._pipe.send_bytes(json.dumps(asdict(form)).encode())
-            if self._pipe.poll(limit_s):
-                return Verdict(**json.loads(self._pipe.recv_bytes()))
+            process, pipe = self._ask()
+            with pipe:
+                pipe.send_bytes(json.dumps(asdict(form)).encode())
+                limit_s = TRIAL_LIMIT_S + ANSWER_GRACE_S
+                if pipe.poll(limit_s if self._has_answered else START_LIMIT_S):
+                    verdict = Verdict(**json.loads(pipe.recv_bytes()))
+                    self._has_answered = True
+                    return verdict
         except (EOFError, OSError):
             pass
-        self.kill()
+        with self._lock:
+            if self._process is process:
+                self._kill()
         return None
 
     def kill(self) -> None:
         """The next form starts another."""
+        with self._lock:
+            self._kill()
+
+    def _kill(self) -> None:
         if self._end is not None:
             self._end()
-        self._pipe = self._process = self._end = None
+        self._control = self._process = self._end = None
+        self._has_answered = False
+
+    def _ask(self) -> "tuple[subprocess.Popen[bytes], Connection]":
+        """A line to the process on which to send a form. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        pipe = Connection(ours.detach())
+        with theirs, self._lock:
+            if self._control is None:
+                self._start()
+            assert self._control is not None
+            assert self._process is not None
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            except OSError:
+                pipe.close()
+                self._kill()
+                raise
+            return self._process, pipe
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -183,13 +226,15 @@ class TrialProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 process_group=0,  # a Ctrl-C at the terminal is not for it
             )
-        self._pipe = Connection(ours.detach())
-        self._end = weakref.finalize(self, _end, self._process, self._pipe)
-        self._pipe.send_bytes(self._vocabulary)
+        self._control = ours
+        self._end = weakref.finalize(self, _end, self._process, ours)
+        pipe = Connection(os.dup(ours.fileno()))
+        with pipe, contextlib.suppress(OSError):  # it died at once; asking will say so
+            pipe.send_bytes(self._vocabulary)
 
 
-def _end(process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
-    pipe.close()
+def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+    control.close()
     process.kill()
     process.wait()
 

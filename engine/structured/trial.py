@@ -1,12 +1,12 @@
 """Where a form is tried first: `python -m engine.structured.trial FD`, beside an engine process.
 
-It loads the vocabulary once and forks for each form. The fork translates it, builds it and makes
-the first mask, with its memory, processor time and time on the clock limited; whatever becomes of
-it (killed, aborted, out of stack), the process itself lives on and says so. It runs at a low
-priority, and ends when its pipe does.
+It loads the vocabulary once and forks for each form, so that several are tried at once. The fork
+forks again, translates the form there, builds it and makes the first mask, with memory, processor
+time and time on the clock limited and at a low priority; whatever becomes of that (killed, aborted,
+out of stack), the fork lives on and says so.
 
-FD is one end of a socket pair. First comes a Vocabulary's parts, then one form at a time; each is
-answered by a Verdict. Messages are JSON.
+FD is one end of a socket pair: first come a vocabulary's parts, then a socket for each form, on
+which the form is sent and its Verdict answered, both as JSON. The process ends when FD does.
 """
 
 import json
@@ -14,6 +14,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -43,20 +44,34 @@ class Verdict:
 
 def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICENESS)
-    pipe = Connection(fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    parts = json.loads(Connection(os.dup(fd)).recv_bytes())
+    vocabulary = load_vocabulary(**parts)
+    control = socket.socket(fileno=fd)
+    while True:
+        _, given, _, _ = socket.recv_fds(control, 1, 1)
+        if not given:
+            return 0
+        if os.fork() == 0:
+            control.close()
+            _answer(vocabulary, Connection(given[0]))
+        os.close(given[0])
+
+
+def _answer(vocabulary: LLTokenizer, pipe: Connection) -> NoReturn:
+    """In the first fork."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        parts = json.loads(pipe.recv_bytes())
-        vocabulary = load_vocabulary(**parts)
-        while True:
-            form = StructuredOutputs(**json.loads(pipe.recv_bytes()))
-            pipe.send_bytes(json.dumps(asdict(_verdict(vocabulary, form))).encode())
+        form = StructuredOutputs(**json.loads(pipe.recv_bytes()))
+        pipe.send_bytes(json.dumps(asdict(_verdict(vocabulary, form))).encode())
     except (EOFError, OSError):
-        return 0
+        pass  # who asked is gone
+    finally:
+        os._exit(0)
 
 
 def _verdict(vocabulary: LLTokenizer, form: StructuredOutputs) -> Verdict:
-    """Of a fork that tries the form."""
+    """Of a second fork, that tries the form."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -82,8 +97,8 @@ def _verdict(vocabulary: LLTokenizer, form: StructuredOutputs) -> Verdict:
 
 
 def _try(vocabulary: LLTokenizer, form: StructuredOutputs, fd: int) -> NoReturn:
-    """In the fork: answers on `fd` and exits; without an answer if it is killed."""
-    os.set_blocking(fd, True)
+    """In the second fork: answers on `fd` and exits; without an answer if it is killed."""
+    os.nice(NICENESS)
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)  # a panic's backtrace may quote the form
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

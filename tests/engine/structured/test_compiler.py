@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -79,6 +80,36 @@ def test_a_form_that_takes_too_long_ends_in_time_and_the_next_one_works(compiler
     assert caught.value.param == "structured_outputs.grammar"
     assert compiler.open(regex("b"), (), 1).result(ANSWER_S)
     assert compiler.trial_pid == pid
+
+
+def test_slow_forms_hold_up_neither_each_other_nor_a_quick_one(compiler):
+    compiler.open(regex("a"), (), 1).result(ANSWER_S)
+    slow = slow_form()
+    began = time.monotonic()
+    doomed = [
+        compiler.open(replace(slow, text=slow.text.replace('"a"', f'"{i}"')), (), 1)
+        for i in range(3)
+    ]
+    assert compiler.open(regex("b"), (), 1).result(ANSWER_S)
+    assert not any(each.done() for each in doomed)
+    for each in doomed:
+        with pytest.raises(ParameterError, match="takes more than 2 seconds"):
+            each.result(ANSWER_S)
+    assert time.monotonic() - began < 10  # one after another it would be at least that
+    assert compiler.open(regex("c"), (), 1).result(ANSWER_S)
+
+
+def test_requests_with_one_form_compile_it_once(compiler, monkeypatch):
+    compiled = []
+    compile_form = GrammarCompiler._compile
+    monkeypatch.setattr(
+        GrammarCompiler,
+        "_compile",
+        lambda self, form: compiled.append(form.text) or compile_form(self, form),
+    )
+    opened = [compiler.open(regex("[ab]{3}"), (), 1) for _ in range(20)]
+    assert len({each.result(ANSWER_S)[0].mask([]) for each in opened}) == 1
+    assert compiled == ["[ab]{3}"]
 
 
 def test_a_trial_process_that_dies_is_replaced(compiler):
