@@ -275,7 +275,8 @@ def _mask(sequence: Sequence) -> bytes | NothingAllowedError | None:
     try:
         return sequence.token_filter.mask(sequence.generated_ids)
     except ValueError as error:
-        return NothingAllowedError(f"the output's form ends in nothing: {error}")
+        param = sequence.params.structured_outputs and sequence.params.structured_outputs.param
+        return NothingAllowedError(f"{param} allows no further token: {error}")
 
 
 def max_num_scored_tokens(vocab_size: int) -> int:

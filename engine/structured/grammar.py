@@ -21,8 +21,8 @@ STATES_MAX = 20_000  # of a grammar's lexer, 1 to 2 KB each
 LIMITS = LLParserLimits(
     max_lexer_states=STATES_MAX,
     step_lexer_fuel=100_000,  # about 7 ms
-    step_max_items=20_000,
-    max_items_in_row=4_000,  # a schema of 800 optional properties takes 3,200
+    step_max_items=50_000,  # a schema of 800 optional properties takes over 20,000
+    max_items_in_row=4_000,  # and 3,200 of these
     max_grammar_size=200_000,
     verbose_errors=False,
 )

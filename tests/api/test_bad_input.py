@@ -73,6 +73,24 @@ BODIES = [
     (completion(temperature=1e6), "body.temperature", "[0, 2]"),
     (completion(temperature="NaN"), "body.temperature", "number"),
     (completion(temperature=True), "body.temperature", "number"),
+    (completion(structured_outputs={"regex": "(" * 65}), "body.structured_outputs.regex", "64"),
+    (completion(structured_outputs={"regex": "a" * 9000}), "body.structured_outputs.regex", "8192"),
+    (completion(structured_outputs={"regex": "a", "json": {}}), "body.structured_outputs", "one"),
+    (completion(structured_outputs={"choice": []}), "body.structured_outputs.choice", "1 to 1000"),
+    (completion(structured_outputs={"json": "{"}), "body.structured_outputs.json", "JSON"),
+    (completion(structured_outputs={"regex": "a"}, ignore_eos=True), "body.ignore_eos", "combined"),
+    (chat(response_format={"type": "xml"}), "body.response_format.type", "json_schema"),
+    (
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"schema": {"enum": ["a" * 70_000]}},
+            }
+        ),
+        "body.response_format",
+        "65536",
+    ),
+    (chat(guided_json={}), "body.guided_json", "not a field"),
     (completion(top_p=0), "body.top_p", "(0, 1]"),
     (completion(top_p=1.0001), "body.top_p", "(0, 1]"),
     (completion(top_k=-2), "body.top_k", "[-1,"),

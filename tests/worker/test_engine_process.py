@@ -12,6 +12,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.sampling_params import RepetitionDetection, SamplingParams
+from engine.structured_outputs import StructuredOutputs
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.messages import Abort, Add, Delta, Ready, Stepped
 
@@ -223,3 +224,30 @@ def test_an_engine_dies_with_its_parent_which_never_loads_torch(long_llama_dir):
         parent.kill()
     assert torch_loaded == "False"
     wait_for(lambda: gone(int(pid)))
+
+
+def test_a_form_is_kept_one_that_is_none_is_refused_and_the_trial_ends_with_its_engine(bench):
+    bench.start()
+    forms = {
+        "good": StructuredOutputs(kind="regex", text="[0-9]{3}"),
+        "bad": StructuredOutputs(kind="regex", text="(a", param="structured_outputs.regex"),
+    }
+    for key, form in forms.items():
+        bench.client.send(add(key, structured_outputs=form, ignore_eos=False))
+    bench.client.send(add("free"))
+    ended, refused = {}, {}
+    while len(ended) + len(refused) < 3:
+        stepped = bench.until(lambda stepped: stepped.ended or stepped.refused)
+        ended |= {each.key: each for each in stepped.ended}
+        refused |= {each.key: each for each in stepped.refused}
+    assert set(ended) == {"good", "free"}
+    assert ended["good"].samples[0].text.isdecimal()
+    assert ended["good"].samples[0].finish_reason == "stop"
+    assert refused["bad"].param == "structured_outputs.regex"
+    assert not refused["bad"].capacity
+    (trial,) = psutil.Process(bench.pid).children()
+    os.kill(bench.pid, signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not gone(trial.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -48,6 +48,14 @@ def test_options_reach_the_sampler_under_their_names(prepared):
     assert (params.stop, params.ignore_eos) == (("a",), True)
 
 
+def test_a_form_reaches_the_engine_with_the_field_it_came_in(prepared):
+    body = {"response_format": {"type": "json_object"}}
+    form = prepared(CHAT, messages=HELLO, **body).params.structured_outputs
+    assert (form.kind, form.param) == ("json", "response_format")
+    form = prepared(COMPLETIONS, prompt="x", structured_outputs={"regex": "a+"}).params
+    assert form.structured_outputs.text == "a+"
+
+
 @pytest.mark.parametrize(
     ("url", "body", "code", "param"),
     [
