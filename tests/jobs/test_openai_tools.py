@@ -108,9 +108,11 @@ def test_a_result_has_the_name_of_the_call_it_answers():
 
 def test_a_message_of_ours_can_be_sent_back():
     for choice in (
-        Choice(0, "", "stop", "thought", (ToolCall("get_weather", '{"city": "Oslo"}'),)),
-        Choice(0, "", "length", "thought", ()),
-        Choice(0, "text", "stop", "", ()),
+        Choice(
+            0, "", "stop", reasoning="thought", calls=(ToolCall("get_weather", '{"city": "Oslo"}'),)
+        ),
+        Choice(0, "", "length", reasoning="thought"),
+        Choice(0, "text", "stop"),
     ):
         message = body(choice)["choices"][0]["message"]
         assert chat(message).messages[1]["role"] == "assistant"
@@ -264,7 +266,7 @@ def body(*choices, url=CHAT, **fields):
 
 def test_a_call_is_openais_and_its_id_is_the_jobs_own():
     calls = (ToolCall("get_weather", '{"city":  "Oslo"}'), ToolCall("now", "{}"))
-    first, second = body(Choice(0, "", "stop", "", calls), Choice(1, "So:", "stop", "", calls))[
+    first, second = body(Choice(0, "", "stop", calls=calls), Choice(1, "So:", "stop", calls=calls))[
         "choices"
     ]
     assert first["finish_reason"] == second["finish_reason"] == "tool_calls"
@@ -279,25 +281,25 @@ def test_a_call_is_openais_and_its_id_is_the_jobs_own():
     ids = [call["id"] for choice in (first, second) for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 4
     assert all(call_id.startswith("call_") and len(call_id) == 29 for call_id in ids)
-    again = body(Choice(0, "", "stop", "", calls))["choices"][0]["message"]["tool_calls"]
+    again = body(Choice(0, "", "stop", calls=calls))["choices"][0]["message"]["tool_calls"]
     assert [call["id"] for call in again] == ids[:2]
 
 
 @pytest.mark.parametrize("reason", ["length", "repetition", "deadline"])
 def test_a_reply_cut_short_says_so_though_it_has_a_call(reason):
-    whole = body(Choice(0, "", reason, "", (ToolCall("f", "{}"),)))["choices"][0]
+    whole = body(Choice(0, "", reason, calls=(ToolCall("f", "{}"),)))["choices"][0]
     without = body(Choice(0, "", reason))["choices"][0]
     assert whole["finish_reason"] == without["finish_reason"] != "tool_calls"
 
 
 def test_a_thought_stands_beside_the_content_and_its_tokens_in_usage():
-    thought = body(Choice(0, "so", "stop", "hm"), reasoning_tokens=4)
+    thought = body(Choice(0, "so", "stop", reasoning="hm"), reasoning_tokens=4)
     assert thought["choices"][0]["message"] == {
         "role": "assistant", "content": "so", "refusal": None, "reasoning_content": "hm",
     }  # fmt: skip
     assert thought["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
     assert "completion_tokens_details" not in body(Choice(0, "so", "stop"))["usage"]
-    only = body(Choice(0, "", "length", "hm"))["choices"][0]["message"]
+    only = body(Choice(0, "", "length", reasoning="hm"))["choices"][0]["message"]
     assert (only["content"], only["reasoning_content"]) == (None, "hm")
     assert body(Choice(0, "", "stop"))["choices"][0]["message"]["content"] == ""
 
