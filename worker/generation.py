@@ -105,17 +105,25 @@ def _prepare(
             f"the {limits.kv_tokens} tokens this engine's KV cache holds",
             param="max_tokens",
         )
-    reply_form = PLAIN
-    if generation.messages is not None:
-        max_calls = MAX_CALLS if tool_use.parallel else 1
-        reply_form = tokenizer.reply_form(token_ids, tool_names=tool_use.names, max_calls=max_calls)
     return Prompt(
         token_ids=token_ids,
         params=params,
-        reply_form=reply_form,
+        reply_form=_reply_form(generation, token_ids, tokenizer),
         echo=echo_of(generation, token_ids, params, tokenizer),
         prompt_logprobs=generation.prompt_logprobs,
     )
+
+
+def _reply_form(
+    generation: openai.Generation, token_ids: list[int], tokenizer: Tokenizer
+) -> ReplyForm:
+    """A completion is text. So is a chat that has to have a form: there is no room in it for a
+    thought, though its prompt may end in one, and what looks like a call is the answer."""
+    if generation.messages is None or "structured_outputs" in generation.options:
+        return PLAIN
+    tool_use = generation.tool_use
+    max_calls = MAX_CALLS if tool_use.parallel else 1
+    return tokenizer.reply_form(token_ids, tool_names=tool_use.names, max_calls=max_calls)
 
 
 def seed_of(job_id: str) -> int:

@@ -207,6 +207,14 @@ def test_the_switch_for_thinking_changes_the_prompt(tokenizers):
     assert answer(tagged, off, "so")["choices"][0]["message"]["content"] == "so"
 
 
+def test_a_reply_that_has_a_form_is_all_content(tokenizers):
+    asked = {"response_format": {"type": "json_object"}}
+    for name, tools in (("thinking", None), ("bare", [function()])):
+        text = OSLO.replace("arguments", "parameters")
+        [choice] = answer(tokenizers[name], chat(tools=tools, **asked), text)["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
 def test_a_completion_is_never_read(tokenizers):
     world = World(tokenizers["tagged"])
     add = world.run()
