@@ -53,6 +53,8 @@ requests = st.builds(
             "min_tokens": st.sampled_from([0, 0, 0, 1]),
             "ignore_eos": st.booleans(),
             "stop_token_ids": st.sampled_from([(), (), (), (2,)]),
+            "logprobs": st.sampled_from([None, None, 0]),
+            "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         }
     ),
     priority=st.sampled_from([0, 0, 1, 2]),
@@ -79,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 8),
         max_num_batched_tokens=st.integers(1, 6) | st.integers(1, 24),
+        max_num_scored_tokens=st.sampled_from([1, 3, 2**31]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         requests=st.lists(requests, min_size=3, max_size=8),
     )
@@ -259,10 +262,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert sequence.finish_reason is expectation.finish_reason
                 assert generated == expectation.generated
+                self._check_scored(sequence)
             del self.live[sequence]
         for sequence, expectation in self.live.items():
             assert sequence.state is not SequenceState.FINISHED, f"{sequence} ended unheard"
             assert expectation.deadline is None or expectation.deadline > self.now, "overdue"
+
+    def _check_scored(self, sequence: Sequence):
+        """Each log-probability asked for was there to be read once, in order."""
+        prompt = range(1, sequence.num_prompt_tokens) if _scores_prompt(sequence) else ()
+        output = range(sequence.num_prompt_tokens, sequence.num_tokens)
+        asked = [*prompt, *(output if sequence.params.logprobs is not None else ())]
+        assert self.runner.scored.pop(sequence, []) == asked
 
     def _abort(self, request_id: str):
         ended = self.scheduler.abort(request_id)
@@ -283,11 +294,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _finish(self, sequence: Sequence, reason: FinishReason):
         if sequence.state is SequenceState.FINISHED:
             return
+        if reason is FinishReason.STOP and sequence.num_unscored_tokens:
+            return  # would end only once these are scored
         self.scheduler.finish(sequence, reason)
         assert sequence.finish_reason is reason
         assert not sequence.block_table
         del self.live[sequence]
         self.scheduler.check()
+
+
+def _scores_prompt(sequence: Sequence) -> bool:
+    return sequence.params.prompt_logprobs is not None and sequence.sample_index == 0
 
 
 def _goes_before(one: Sequence, other: Sequence) -> bool:

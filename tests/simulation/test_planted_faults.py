@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine import block_manager, scheduler
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
-from engine.sequence import SequenceState
+from engine.sequence import Sequence, SequenceState
 from engine.step_plan import StepPlan
 from tests.simulation.machine import SchedulerMachine
 
@@ -252,6 +252,31 @@ def forget_the_samples_of_an_aborted_leader(patch):
     patch.setattr(Scheduler, "_release_held", release_held)
 
 
+def take_tokens_to_be_scored_from_the_cache(patch):
+    patch.setattr(Sequence, "num_reusable_tokens", property(lambda self: self.num_tokens - 1))
+
+
+def end_before_all_is_scored(patch):
+    real = Scheduler.finish
+
+    def finish(self, sequence, reason, *, error=None):
+        sequence.num_scored_tokens = None
+        real(self, sequence, reason, error=error)
+
+    patch.setattr(Scheduler, "finish", finish)
+
+
+def forget_what_was_scored_when_preempted(patch):
+    real = Scheduler._preempt
+
+    def preempt(self, sequence):
+        real(self, sequence)
+        if sequence.num_scored_tokens is not None:
+            sequence.num_scored_tokens = min(sequence.num_scored_tokens, sequence.num_prompt_tokens)
+
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
 def call_a_deadline_length(patch):
     real = Scheduler._end
 
@@ -283,6 +308,9 @@ FAULTS = [
     prompts_take_the_whole_budget,
     children_fork_a_token_too_far,
     forget_the_samples_of_an_aborted_leader,
+    take_tokens_to_be_scored_from_the_cache,
+    end_before_all_is_scored,
+    forget_what_was_scored_when_preempted,
     call_a_deadline_length,
 ]
 

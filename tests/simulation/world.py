@@ -51,6 +51,7 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.scored: dict[Sequence, list[int]] = {}  # places whose log-probability was told
 
     def run(self, plan: StepPlan) -> list[int | None]:
         """Copies, then every row's writes, then every row's reads: the order of a real step."""
@@ -75,6 +76,10 @@ class FakeRunner:
                 )
             token_id = next_token(wanted[-1], sequence.seed, sequence.sample_index)
             sampled.append(token_id if row.samples else None)
+            told = self.scored.setdefault(sequence, [])
+            told += row.scored
+            if row.samples and sequence.params.logprobs is not None:
+                told.append(sequence.num_tokens)
         return sampled
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
