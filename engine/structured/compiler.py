@@ -29,7 +29,7 @@ from engine.structured_outputs import StructuredOutputs
 
 NUM_THREADS = 4  # forms compiled at once: one that takes its time holds up no others
 MAX_CACHED = 256
-MAX_CACHED_BYTES = 64 << 20
+MAX_CACHED_BYTES = 256 << 20
 ENTRY_BYTES = 64 << 10  # of a grammar's own, beside what the trial measured
 START_LIMIT_S = 60.0  # of the trial process, with its vocabulary
 ANSWER_GRACE_S = 2.0  # beyond a trial's own limit
@@ -57,7 +57,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of all that follows
         self._compiling: dict[Key, threading.Lock] = {}
         self._cache: OrderedDict[Key, tuple[Grammar | str, int]] = OrderedDict()
-        self._num_bytes = 0
 
     @property
     def trial_pid(self) -> int | None:
@@ -71,7 +70,8 @@ class GrammarCompiler:
     @property
     def cached_bytes(self) -> int:
         """An estimate."""
-        return self._num_bytes
+        with self._lock:
+            return self._sum_bytes()
 
     def open(
         self, form: StructuredOutputs, generated: Sequence[Sequence[int]], n: int
@@ -145,10 +145,15 @@ class GrammarCompiler:
     def _keep(self, key: Key, made: Grammar | str, num_bytes: int) -> None:
         with self._lock:
             self._cache[key] = made, num_bytes
-            self._num_bytes += num_bytes
-            while len(self._cache) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
-                _, (_, freed) = self._cache.popitem(last=False)
-                self._num_bytes -= freed
+            while len(self._cache) > MAX_CACHED or self._sum_bytes() > MAX_CACHED_BYTES:
+                self._cache.popitem(last=False)
+
+    def _sum_bytes(self) -> int:
+        """Of what was measured when each was made, and what its lexer has learnt since."""
+        return sum(
+            num_bytes + (made.learnt_bytes if isinstance(made, Grammar) else 0)
+            for made, num_bytes in self._cache.values()
+        )
 
 
 class TrialProcess:

@@ -26,6 +26,11 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+# A lexer learns while it makes masks, and nothing says how much: at most this, by the time of masks
+# that took longer than one of what it knows (measured: 43 MB for a second of `.*a.{30}`).
+LEARNT_BYTES_PER_S = 50e6
+KNOWN_MASK_S = 0.0002
+MAX_LEARNT_BYTES = STATES_MAX * 1024
 MAX_MESSAGE_CHARS = 300
 # what the library says, and what a client can do about it
 _PLAIN_WORDS = (
@@ -126,6 +131,7 @@ class Grammar:
         self._vocabulary = vocabulary
         self._source = source
         self._start = self._built()
+        self.learnt_bytes = 0  # an estimate
 
     def state(self) -> "GrammarState":
         return GrammarState(self)
@@ -136,7 +142,12 @@ class Grammar:
     def rebuilt(self) -> LLMatcher:
         """As `fresh`, with a lexer that has learnt nothing: its states count against a limit."""
         self._start = self._built()
+        self.learnt_bytes = 0
         return self.fresh()
+
+    def note_mask(self, cost_s: float) -> None:
+        learnt = int(max(0.0, cost_s - KNOWN_MASK_S) * LEARNT_BYTES_PER_S)
+        self.learnt_bytes = min(MAX_LEARNT_BYTES, self.learnt_bytes + learnt)
 
     def _built(self) -> LLMatcher:
         matcher = LLMatcher(self._vocabulary, self._source, log_level=0, limits=LIMITS)
@@ -168,6 +179,7 @@ class GrammarState:
             return self._mask(generated_ids)
         finally:
             self.cost_s = perf_counter() - began
+            self._grammar.note_mask(self.cost_s)
 
     def catch_up(self, generated_ids: Sequence[int]) -> None:
         """Take in ids beforehand, where it holds nobody up. What is wrong with them shows later."""

@@ -148,6 +148,15 @@ def test_the_cache_is_bounded_in_bytes(compiler, monkeypatch):
     assert 1 <= compiler.num_cached <= 8
 
 
+def test_what_a_lexer_learns_counts_too(compiler, tokenizer):
+    (state,) = compiler.open(regex(".*a.{30}"), (), 1).result(ANSWER_S)
+    before = compiler.cached_bytes
+    ids = tokenizer.encode("a quick brown fox jumps over a lazy dog and runs into a garden " * 4)
+    for i in range(len(ids)):
+        state.mask(ids[:i])
+    assert compiler.cached_bytes > before + 10_000
+
+
 def test_closing_ends_the_trial_process(tokenizer):
     compiler = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, frozenset({2}))
     compiler.open(regex("a"), (), 1).result(ANSWER_S)
