@@ -10,6 +10,7 @@ import pytest
 
 from engine.parameter_error import ParameterError
 from engine.structured import compiler as compiling
+from engine.structured import grammar
 from engine.structured.compiler import GrammarCompiler
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer
@@ -148,13 +149,18 @@ def test_the_cache_is_bounded_in_bytes(compiler, monkeypatch):
     assert 1 <= compiler.num_cached <= 8
 
 
-def test_what_a_lexer_learns_counts_too(compiler, tokenizer):
+def test_what_a_lexer_learns_counts_too(compiler, tokenizer, monkeypatch):
     (state,) = compiler.open(regex(".*a.{30}"), (), 1).result(ANSWER_S)
+    monkeypatch.setattr(grammar, "KNOWN_MASK_S", 0.0)  # every mask teaches it something
     before = compiler.cached_bytes
-    ids = tokenizer.encode("a quick brown fox jumps over a lazy dog and runs into a garden " * 4)
+    ids = tokenizer.encode("a quick brown fox jumps over a lazy dog")
     for i in range(len(ids)):
         state.mask(ids[:i])
-    assert compiler.cached_bytes > before + 10_000
+    learnt = compiler.cached_bytes - before
+    assert learnt > 0
+    monkeypatch.setattr(grammar, "LEARNT_BYTES_PER_S", 1e15)
+    state.mask(ids)
+    assert compiler.cached_bytes - before == grammar.MAX_LEARNT_BYTES
 
 
 def test_closing_ends_the_trial_process(tokenizer):
