@@ -174,6 +174,18 @@ BODIES = [
         str(MAX_MODEL_LEN),
     ),
     (chat(prompt="hello"), "body.prompt", "not a field"),
+    (
+        chat(tools=[{"type": "function", "function": {"name": "f"}}]),
+        "body.tools",
+        "shows no format of tool calls",
+    ),
+    (chat(tools=[{"type": "function"}]), "body.tools[0].function", "object"),
+    (chat(chat_template="{{ 1 }}"), "body.chat_template", "not a field"),
+    (
+        chat(chat_template_kwargs={"enable_thinking": False}),
+        "body.chat_template_kwargs.enable_thinking",
+        "has no enable_thinking",
+    ),
     # the envelope
     ({"url": "/v1/completions"}, "body", "required"),
     ({"body": completion()["body"]}, "url", "required"),
