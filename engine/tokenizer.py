@@ -54,6 +54,7 @@ class Tokenizer:
         eos_token_ids: frozenset[int],
         named_tokens: Mapping[str, str],
         chat_template: str | None,
+        tool_template: str | None = None,  # instead of it, for chats with tools
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -69,12 +70,15 @@ class Tokenizer:
         self._control_pattern = _alternatives(self._controls)
         self._needles = sorted({_needle(control) for control in self._controls} | {_ESCAPE})
         self._needle_pattern = _alternatives(self._needles)
-        self._template = (
-            None if chat_template is None else ChatTemplate(chat_template, named_tokens)
+        self._template, self._tool_template = (
+            None if source is None else ChatTemplate(source, named_tokens)
+            for source in (chat_template, tool_template or chat_template)
         )
         self.dialect = Dialect()
-        if self._template is not None:
-            self.dialect = Dialect.of(self._template, {token.content for token in added.values()})
+        if self._tool_template is not None:
+            self.dialect = Dialect.of(
+                self._tool_template, {token.content for token in added.values()}
+            )
         tags = self.dialect.tags
         self._hidden_ids = frozenset(i for i in special_ids if added[i].content not in tags)
 
@@ -92,6 +96,7 @@ class Tokenizer:
             eos_token_ids=files.eos_token_ids,
             named_tokens=files.named_tokens,
             chat_template=files.chat_template,
+            tool_template=files.tool_template,
         )
 
     @property
@@ -162,10 +167,11 @@ class Tokenizer:
         messages = _checked(messages)
         tools = list(tools)
         self.dialect.check(messages, tools, variables or {})
-        text = self._template.render(messages, tools=tools, variables=variables)
+        template = self._tool_template if tools and self._tool_template else self._template
+        text = template.render(messages, tools=tools, variables=variables)
         masked_messages, masked_tools = self._masked(messages), self._masked(tools)
         if masked_messages != messages or masked_tools != tools:
-            masked = self._template.render(masked_messages, tools=masked_tools, variables=variables)
+            masked = template.render(masked_messages, tools=masked_tools, variables=variables)
             own_controls = self._control_pattern.findall(masked)
             if own_controls != self._control_pattern.findall(text):
                 return self._encode_guarded(masked)

@@ -40,6 +40,7 @@ class TokenizerFiles:
     eos_token_ids: frozenset[int]
     named_tokens: Mapping[str, str]  # bos_token and so on: their text
     chat_template: str | None
+    tool_template: str | None  # instead of it, for chats with tools
 
     @classmethod
     def read(cls, folder: Path) -> "TokenizerFiles":
@@ -61,13 +62,15 @@ class TokenizerFiles:
             name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None
         }
         _add_missing_tokens(rust, config, named)
+        templates = _chat_templates(folder, config)
         return cls(
             rust=rust,
             vocab_size=_positive_int(model_config, "vocab_size", folder),
             max_model_len=_positive_int(model_config, "max_position_embeddings", folder),
             eos_token_ids=_eos_token_ids(rust, generation_config, model_config, named),
             named_tokens=named,
-            chat_template=_chat_template_source(folder, config),
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
         )
 
 
@@ -133,11 +136,15 @@ def _eos_token_ids(
     return frozenset(ids)
 
 
-def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name, as transformers reads them: a file goes before what the config holds."""
+    listed = config.get("chat_template")
+    templates = {"default": listed} if isinstance(listed, str) else {}
+    if isinstance(listed, list):
+        templates = {entry["name"]: entry["template"] for entry in listed}
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source if isinstance(source, str) else None
+        templates = {"default": path.read_text("utf-8")}
+    for path in (folder / "additional_chat_templates").glob("*.jinja"):
+        templates[path.stem] = path.read_text("utf-8")
+    return templates

@@ -1,5 +1,7 @@
 """A model's format of calls is read from its template; tools reach the prompt safely."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -147,6 +149,25 @@ def test_a_model_without_a_known_format_takes_no_tools(tmp_path, template):
         with pytest.raises(ParameterError, match="shows no format of tool calls") as refused:
             tokenizer.encode_chat(messages, tools)
         assert (refused.value.param, refused.value.code) == (param, "no_tool_format")
+
+
+def test_a_template_of_its_own_for_tools_is_used_where_there_are_some(tmp_path):
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TAGGED}]
+    write_chat_model(tmp_path, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.dialect.tool_format is ToolFormat.TAGGED_JSON
+    for tools in ([function()], None):
+        expected = theirs.apply_chat_template(
+            [QUESTION], tools=tools, add_generation_prompt=True, return_dict=False
+        )
+        assert ours.encode_chat([QUESTION], tools or ()) == expected
+    (tmp_path / "chat_template.jinja").write_text(BARE)
+    assert Tokenizer.load(tmp_path).dialect.tool_format is ToolFormat.BARE_JSON
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TAGGED)
+    assert Tokenizer.load(tmp_path).dialect.tool_format is ToolFormat.TAGGED_JSON
 
 
 def test_a_template_may_refuse_a_chat_of_calls_in_its_own_words(tmp_path):
