@@ -97,14 +97,16 @@ class BlockManager:
         self._grow(sequence, sequence.num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child that knows a prefix of its parent's tokens share that prefix's blocks.
+        """Let a child share its parent's blocks as far as it knows the tokens computed in them.
 
-        The half-filled last block too: the first of them to write to it copies it. All but the last
-        of the child's tokens count as computed.
+        That is all of its tokens, or all but a last one that the parent lacks. The half-filled last
+        block is shared too: the first of them to write to it copies it. All but the last of the
+        child's tokens count as computed.
         """
         assert not child.block_table, child
-        assert child.num_tokens <= parent.num_computed_tokens, (parent, child)
-        for block in parent.block_table[: self.num_blocks_for(child.num_tokens)]:
+        assert child.num_tokens <= parent.num_computed_tokens + 1, (parent, child)
+        num_known = min(child.num_tokens, parent.num_computed_tokens)
+        for block in parent.block_table[: self.num_blocks_for(num_known)]:
             self._share(block)
             child.block_table.append(block)
         child.num_computed_tokens = child.num_tokens - 1

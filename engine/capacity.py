@@ -4,7 +4,7 @@ ParameterError
 └── CapacityError    the prompt and its max_tokens can never fit
 """
 
-from engine.sampling_params import ParameterError
+from engine.sampling_params import ParameterError, SamplingParams
 
 
 class CapacityError(ParameterError):
@@ -19,13 +19,33 @@ class CapacityError(ParameterError):
 
 
 def check_capacity(
-    num_prompt_tokens: int, max_tokens: int, *, max_model_len: int, kv_tokens: int
+    num_prompt_tokens: int,
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    num_blocks: int,
+    block_size: int,
 ) -> None:
-    """Raises CapacityError, and ParameterError for an empty prompt."""
+    """Raises CapacityError, and ParameterError for an empty prompt or too many beams.
+
+    Beams go on together or not at all, so all of them must fit at once, with nothing shared.
+    """
     if num_prompt_tokens < 1:
         raise ParameterError("prompt", "prompt must have at least 1 token, got 0")
-    needed = num_prompt_tokens + max_tokens
+    if params.num_beams > max_num_seqs:
+        raise ParameterError(
+            "num_beams",
+            f"num_beams must be at most the {max_num_seqs} sequences of a step here, "
+            f"got {params.num_beams}",
+        )
+    needed = num_prompt_tokens + params.max_tokens
+    kv_tokens = num_blocks * block_size
     for limit, available in (("model takes", max_model_len), ("KV cache holds", kv_tokens)):
         if needed > available:
             param = "prompt" if num_prompt_tokens >= available else "max_tokens"
             raise CapacityError(param, limit, needed, available)
+    each = -(-needed // block_size) * block_size
+    if params.num_beams * each > kv_tokens:
+        limit = f"KV cache takes with {params.num_beams} beams"
+        raise CapacityError("num_beams", limit, needed, kv_tokens // params.num_beams)

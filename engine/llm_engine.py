@@ -140,7 +140,7 @@ class LLMEngine:
         seconds_left = min(_seconds(deadline_s), _seconds(params.timeout_s))
         if request_id in self._waiting_for_forms:
             raise ParameterError("request_id", f"request {request_id!r} is already here")
-        self._scheduler.check_capacity(len(prompt_ids), params.max_tokens)
+        self._scheduler.check_capacity(len(prompt_ids), params)
         add = functools.partial(
             self._scheduler.add,
             request_id,
@@ -254,9 +254,7 @@ class LLMEngine:
         """The tokens each sample of an unfinished request has: enough to go on from elsewhere."""
         if request_id in self._waiting_for_forms:
             return self._waiting_for_forms.generated(request_id)
-        return tuple(
-            tuple(sample.sequence.generated_ids) for sample in self._requests[request_id].samples
-        )
+        return self._requests[request_id].checkpoint
 
     def stats(self) -> EngineStats:
         stats = self._totals.stats(self._scheduler, self.config)
@@ -330,9 +328,7 @@ class LLMEngine:
         copies = StepPlan((), plan.block_copies)
         return copies, self._runner.run(copies)
 
-    def _fail_rows(
-        self, plan: StepPlan, results: list[int | NumericalError | None]
-    ) -> list[Sequence]:
+    def _fail_rows(self, plan: StepPlan, results: abc.Sequence[object]) -> list[Sequence]:
         """End the sequences whose logits were not numbers; their neighbours go on."""
         failed = []
         for row, result in zip(plan.scheduled, results, strict=True):

@@ -62,6 +62,7 @@ class TokenHistory:
         self._rules = rules
         self._num_prompt_tokens = num_prompt_tokens
         self._num_seen = 0
+        self._seen: Sequence[int] = ()
         self._thinks = False  # the newest of <think> and </think> is <think>
         self._num_thought = 0  # generated ids behind a <think>
         self._bans_after: dict[int, list[tuple[int, ...]]] = {}  # bad words by last id but one
@@ -70,6 +71,10 @@ class TokenHistory:
                 self._bans_after.setdefault(word[-2], []).append(word)
         self._always_banned = tuple(word[0] for word in rules.bad_words if len(word) == 1)
 
+    def precedes(self, token_ids: Sequence[int]) -> bool:
+        """Whether it can catch up: a beam's place may have taken another beam, as another list."""
+        return self._seen is token_ids
+
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that are new; `token_ids` holds the prompt's and all generated."""
         if self.tally is not None:
@@ -77,6 +82,7 @@ class TokenHistory:
         if self._rules.thinking is not None:
             self._follow_thought(self._rules.thinking, token_ids)
         self._num_seen = len(token_ids)
+        self._seen = token_ids
 
     def banned(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Ids that would complete a bad word made of generated tokens."""

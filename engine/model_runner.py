@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.beam_search import Candidates, num_candidates
 from engine.config import EngineConfig
 from engine.kernels.registry import select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
@@ -51,10 +52,11 @@ class StepResult:
     """What a step gave its rows, each at its place in the plan.
 
     A row's token is None where it does not sample, a NumericalError where its logits are not
-    numbers. Scores are of known tokens first, then of the one drawn; only rows that ask have any.
+    numbers; a beam has its candidates there. Scores are of known tokens first, then of the one
+    drawn; only rows that ask have any.
     """
 
-    tokens: list[int | NumericalError | None]
+    tokens: list[int | Candidates | NumericalError | None]
     scores: dict[int, list[TokenLogprobs]]
 
 
@@ -194,14 +196,14 @@ class ModelRunner:
         self, sequence: Sequence, mask: bytes | NothingAllowedError | None
     ) -> SampledRow:
         params = sequence.params
+        stop_ids = params.stop_ids(self.eos_token_ids)
         banned: tuple[int, ...] = ()
         history = self._history(sequence)
         if history is not None:
             banned = history.banned(sequence.token_ids)
         if sequence.num_generated_tokens < params.min_tokens:
             # what would end the generation is not drawn; passed over, it would stand in the text
-            stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-            banned += tuple(sorted(stops))
+            banned += tuple(sorted(stop_ids))
         return SampledRow(
             params=params,
             seed=sequence.seed,
@@ -211,6 +213,7 @@ class ModelRunner:
             mask=b"" if isinstance(mask, NothingAllowedError) else mask,
             tally=None if history is None else history.tally,
             forced=None if history is None else history.forced,
+            num_candidates=num_candidates(params, len(stop_ids)),
         )
 
     def _history(self, sequence: Sequence) -> TokenHistory | None:
@@ -218,7 +221,7 @@ class ModelRunner:
         if not sequence.params.penalizes and sequence.token_rules is NO_RULES:
             return None
         history = self._histories.get(sequence)
-        if history is None:
+        if history is None or not history.precedes(sequence.token_ids):
             history = self._histories[sequence] = TokenHistory(
                 sequence.params, sequence.token_rules, sequence.num_prompt_tokens
             )

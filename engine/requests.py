@@ -95,6 +95,18 @@ class Request:
     def ended(self) -> bool:
         return all(sample.sequence.finish_reason is not None for sample in self.samples)
 
+    @property
+    def choices(self) -> list[Sample]:
+        """The samples that were asked for: a search may need more of them than that."""
+        return self.samples[: self.samples[0].sequence.params.n]
+
+    @property
+    def checkpoint(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each choice so far. None of a search: it is begun again at the prompt."""
+        if self.samples[0].sequence.params.num_beams > 1:
+            return ((),) * len(self.choices)
+        return tuple(tuple(sample.sequence.generated_ids) for sample in self.choices)
+
     def output(self, finished_at: float) -> RequestOutput:
         """The whole result; every sample must have ended."""
         sequences = [sample.sequence for sample in self.samples]
@@ -102,7 +114,7 @@ class Request:
             request_id=self.request_id,
             prompt_logprobs=self._prompt_logprobs(),
             completions=tuple(
-                sample.completion(has_timeout=self.has_timeout) for sample in self.samples
+                sample.completion(has_timeout=self.has_timeout) for sample in self.choices
             ),
             stats=RequestStats(
                 prompt_tokens=sequences[0].num_prompt_tokens,

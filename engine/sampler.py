@@ -7,7 +7,8 @@ to its position, or on any draw before it. The vocabulary is not sorted in the c
 look at the 64 likeliest tokens, and at more only where those do not settle the matter.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine import logits_processors
+from engine.beam_search import Candidates
 from engine.kernels.philox import philox_4x32_10
 from engine.logits_processors import TokenTally
 from engine.sampling_params import SamplingParams
@@ -48,33 +50,35 @@ class SampledRow:
     mask: bytes | None = None  # of the ids that a form allows, see token_masks; None: any
     tally: TokenTally | None = None  # of the tokens that the row's penalties touch
     forced: int | None = None  # the id that has to be drawn here
+    num_candidates: int = 0  # of a beam: so many of the likeliest ids instead of a draw
 
 
 def sample(
     logits: Tensor,  # [R, vocab] float32, changed where a row asks for it
     rows: Sequence[SampledRow],  # [R]
-) -> list[int | NumericalError]:
-    """One token id for each row; in the place of a row that is broken, the error."""
+) -> list[int | Candidates | NumericalError]:
+    """One token id for each row, a beam's candidates, or the error of a row that is broken."""
     assert logits.shape[0] == len(rows)
     if not rows:
         return []
-    results: list[int | NumericalError] = [NumericalError("unset")] * len(rows)
-    groups: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
+    results: list[int | Candidates | NumericalError] = [NumericalError("unset")] * len(rows)
+    groups: dict[str, list[int]] = {"beams": [], "greedy": [], "filtered": [], "plain": []}
+    # options act on a beam's log-probabilities, as in transformers: none are made up for by others
+    beams = [i for i, row in enumerate(rows) if row.num_candidates]
+    if beams:
+        logits[beams] = logits[beams].log_softmax(dim=-1)
     errors = _errors(logits, rows)
     for i, row in enumerate(rows):
         if i in errors:
-            results[i] = errors[i]
+            nothing = row.num_candidates and isinstance(errors[i], NothingAllowedError)
+            results[i] = () if nothing else errors[i]  # other beams may go on
         else:
-            groups[_group(row.params, logits.shape[1])].append(i)
+            groups[_group(row, logits.shape[1])].append(i)
     for name, indices in groups.items():
         if not indices:
             continue
         part = logits if len(indices) == len(rows) else logits[indices]
-        if name == "greedy":
-            tokens = part.argmax(dim=-1).tolist()
-        else:
-            draw = _draw_filtered if name == "filtered" else _draw_plain
-            tokens = draw(part, [rows[i] for i in indices])
+        tokens = _DRAWS[name](part, [rows[i] for i in indices])
         for i, token in zip(indices, tokens, strict=True):
             results[i] = token
     return results
@@ -101,11 +105,31 @@ def _errors(logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, NumericalEr
     return errors
 
 
-def _group(params: SamplingParams, vocab_size: int) -> str:
+def _group(row: SampledRow, vocab_size: int) -> str:
+    params = row.params
+    if row.num_candidates:
+        return "beams"
     if params.greedy:
         return "greedy"
     filtered = 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
     return "filtered" if filtered else "plain"
+
+
+def _draw_beams(logprobs: Tensor, rows: Sequence[SampledRow]) -> list[Candidates]:
+    """The likeliest tokens of each row, likeliest first; fewer where no more are allowed."""
+    width = min(max(row.num_candidates for row in rows), logprobs.shape[1])
+    values, ids = logprobs.topk(width, dim=-1)
+    return [
+        tuple((v, p) for v, p in zip(found, scores, strict=True) if p > -math.inf)[
+            : row.num_candidates
+        ]
+        for found, scores, row in zip(ids.tolist(), values.tolist(), rows, strict=True)
+    ]
+
+
+def _draw_greedy(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    return tokens
 
 
 def _draw_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
@@ -205,3 +229,11 @@ def _gumbel(
     counter = (token_ids, position, index, torch.zeros_like(index))
     uniform = (philox_4x32_10(counter, (low, high))[0].double() + 0.5) * 2.0**-32
     return -(-uniform.log()).log()
+
+
+_DRAWS: dict[str, Callable[[Tensor, Sequence[SampledRow]], Sequence[int | Candidates]]] = {
+    "beams": _draw_beams,
+    "greedy": _draw_greedy,
+    "filtered": _draw_filtered,
+    "plain": _draw_plain,
+}

@@ -12,7 +12,7 @@ from typing import Any
 from engine.parameter_error import ParameterError as ParameterError
 from engine.structured_outputs import StructuredOutputs
 
-MAX_N = 16
+MAX_N = 16  # of samples, and of beams
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -73,6 +73,11 @@ class SamplingParams:
     timeout_s: float | None = None  # (0, 30 days] from when the engine takes it in: deadline
     structured_outputs: StructuredOutputs | None = None  # the form it must have; None: any
     thinking_token_budget: int | None = None  # most tokens between <think> and </think>
+    num_beams: int = 1  # [1, 16], 1: no beam search; else the n best of its texts, n ≤ num_beams
+    length_penalty: float = 1.0  # [-5, 5]: a text's score is its log-probability / length ** this
+    early_stopping: bool | str = False  # when a search ends, as in transformers; or "never"
+    num_beam_groups: int = 1  # of equal size; they take turns, each beside those before it
+    diversity_penalty: float = 0.0  # (0, 100], off a token for each earlier group's beam with it
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
@@ -100,10 +105,21 @@ class SamplingParams:
         self._check_allowed_token_ids()
         self._check_scoring()
         self._check_form()
+        self._check_beams()
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that are computed for it."""
+        return max(self.n, self.num_beams)
+
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Ids that end it, given the model's own."""
+        own = frozenset(self.stop_token_ids)
+        return own if self.ignore_eos else own | eos_token_ids
 
     @property
     def penalizes(self) -> bool:
@@ -149,7 +165,50 @@ class SamplingParams:
                     name, f"{name} cannot be combined with {self.structured_outputs.param}"
                 )
 
+    def _check_beams(self) -> None:
+        _check_int("num_beams", self.num_beams, 1, MAX_N)
+        _check_int("num_beam_groups", self.num_beam_groups, 1, self.num_beams)
+        _check_float("length_penalty", self.length_penalty, -5.0, 5.0)
+        _check_float("diversity_penalty", self.diversity_penalty, 0.0, 100.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ParameterError(
+                "early_stopping",
+                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}',
+            )
+        without_beams = self.num_beams == 1
+        for name in _ONLY_BEAMS if without_beams else _ONLY_SAMPLES:
+            value = getattr(self, name)
+            if value in _NEUTRAL.get(name, (_DEFAULTS[name],)):
+                continue
+            if without_beams:
+                raise ParameterError(name, f"{name} needs num_beams of at least 2")
+            param = value.param if isinstance(value, StructuredOutputs) else name
+            raise ParameterError(param, f"{param} cannot be combined with num_beams")
+        if without_beams:
+            return
+        _check_int("n", self.n, 1, self.num_beams)
+        if self.num_beams % self.num_beam_groups:
+            raise ParameterError(
+                "num_beam_groups",
+                f"num_beam_groups must divide num_beams ({self.num_beams}), "
+                f"got {self.num_beam_groups}",
+            )
+        if (self.num_beam_groups > 1) != (self.diversity_penalty > 0.0):
+            raise ParameterError(
+                "diversity_penalty",
+                "diversity_penalty must be above 0 with num_beam_groups of at least 2, "
+                f"and only then; got {self.diversity_penalty:g} with {self.num_beam_groups}",
+            )
 
+
+_ONLY_BEAMS = ("length_penalty", "early_stopping", "diversity_penalty")
+# what picks among tokens at random, reads text while it comes, or tells of single tokens
+_ONLY_SAMPLES = (
+    "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "prompt_logprobs",
+    "repetition_detection", "structured_outputs",
+)  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_k": (0, -1)}
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 OPTION_NAMES = frozenset(field.name for field in fields(SamplingParams))
 
 

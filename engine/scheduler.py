@@ -10,23 +10,21 @@ Sources: Yu et al. 2022 (Orca), iteration-level scheduling; Agrawal et al. 2024 
 chunked prefill beside decodes; Kwon et al. 2023 (PagedAttention), preemption by recompute.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import abc
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from engine.beam_groups import BeamGroup, stalled_sequences
+from engine.beam_search import BeamSearch, Candidates
 from engine.block_manager import BlockManager
 from engine.capacity import check_capacity
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
-from engine.sequence import COMPLETE, FinishReason, Sequence, SequenceState
+from engine.seats import Seats
+from engine.sequence import COMPLETE, FinishReason, Sequence, SequenceState, rank
 from engine.step_budget import MAX_PASSED, StepBudget
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.token_rules import NO_RULES, TokenRules
-
-
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    """Who goes first: higher priority, then earlier arrival. Unique, and never changes."""
-    return (-sequence.priority, sequence.arrival, sequence.sample_index)
 
 
 class Scheduler:
@@ -56,15 +54,15 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             model_id=model_id,
         )
-        # every running sequence gets at least one token of each step
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._budget = StepBudget(max_num_batched_tokens, max_num_scored_tokens)
+        self._seats = Seats(self._blocks, self._budget, max_num_seqs)
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, list[Sequence]] = {}  # unfinished sequences
-        self._running: list[Sequence] = []  # by rank
+        self._running = self._seats.running
         self._waiting: list[Sequence] = []  # by rank
         self._held: dict[str, list[Sequence]] = {}  # samples that wait for sample 0's prompt
+        self._beams: dict[str, BeamGroup] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, request)
         self._ended: list[Sequence] = []  # by us, not yet told of by `update`
         self._num_arrivals = 0
@@ -123,13 +121,13 @@ class Scheduler:
         if request_id in self._requests:
             raise ParameterError("request_id", f"request {request_id!r} is already here")
         counts = [len(token_ids) for token_ids in generated]
-        if len(counts) not in (0, params.n) or max(counts, default=0) > params.max_tokens:
+        most = 0 if params.num_beams > 1 else params.max_tokens  # a search begins at the prompt
+        if len(counts) not in (0, params.n) or max(counts, default=0) > most:
             raise ParameterError(
                 "generated",
-                f"generated must have {params.n} samples of at most {params.max_tokens} tokens, "
-                f"got {counts}",
+                f"generated must have {params.n} samples of at most {most} tokens, got {counts}",
             )
-        self.check_capacity(len(prompt_ids), params.max_tokens)
+        self.check_capacity(len(prompt_ids), params)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         sequences = [
@@ -137,7 +135,7 @@ class Scheduler:
                 seq_id=arrival * MAX_N + index,
                 request_id=request_id,
                 sample_index=index,
-                token_ids=[*prompt_ids, *(generated[index] if generated else ())],
+                token_ids=[*prompt_ids, *(generated[index] if index < len(generated) else ())],
                 num_prompt_tokens=len(prompt_ids),
                 params=params,
                 seed=seed,
@@ -146,7 +144,7 @@ class Scheduler:
                 cache_salt=cache_salt,
                 token_rules=token_rules,
             )
-            for index in range(params.n)
+            for index in range(params.num_seqs)
         ]
         if deadline is not None:
             heappush(self._deadlines, (deadline, arrival, request_id))
@@ -157,6 +155,8 @@ class Scheduler:
         """Decide the next step. Its result must go to `update` before the next call."""
         self._expire(now)
         self._admit_waiting()
+        for sequence in stalled_sequences(self._beams):
+            self._preempt(sequence)
         scheduled: list[ScheduledSequence] = []
         copies: list[tuple[int, int]] = []
         budget = self._budget.num_tokens
@@ -182,9 +182,11 @@ class Scheduler:
         return StepPlan(tuple(scheduled), tuple(copies))
 
     def update(
-        self, plan: StepPlan, sampled: abc.Sequence[int | None], now: float
+        self, plan: StepPlan, sampled: abc.Sequence[int | Candidates | None], now: float
     ) -> list[Sequence]:
         """Take in a step's result: `sampled[i]` is row i's next token, None where it has none.
+
+        A beam's row has candidates in its place.
 
         Returns every sequence that got a token or was ended here since the last update. Rows whose
         sequence was finished or aborted since the plan was made are passed over. A row that should
@@ -196,6 +198,10 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING:
                 continue
             assert token_id is None or row.samples, f"{sequence} got a token it did not ask for"
+            if isinstance(token_id, tuple):
+                group = self._beams[sequence.request_id]
+                group.offers[sequence] = (row.num_scheduled_tokens, token_id)
+                continue
             self._blocks.mark_computed(sequence, row.num_scheduled_tokens)
             if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
                 self._release_held(sequence)
@@ -205,6 +211,9 @@ class Scheduler:
             sequence.mark_scored()
             if token_id is not None or (sequence.ending and not sequence.num_uncomputed_tokens):
                 self._end_if_complete(sequence)
+        for request_id, group in list(self._beams.items()):
+            if group.advance(self._blocks, self._seats, self._waiting):
+                self._ended += self._end_request(request_id, FinishReason.STOP)
         self._expire(now)
         changed += self._ended
         self._ended.clear()
@@ -221,7 +230,10 @@ class Scheduler:
         if sequence.num_unscored_tokens and reason in COMPLETE:
             sequence.ending = reason
             return
-        if sequence.state is not SequenceState.FINISHED:
+        if sequence.request_id in self._beams:
+            for place in self._end_request(sequence.request_id, reason):
+                place.error = error
+        elif sequence.state is not SequenceState.FINISHED:
             self._end(sequence, reason)
         sequence.finish_reason = reason
         sequence.error = error
@@ -238,32 +250,37 @@ class Scheduler:
         assert len(placed) == len(unfinished), "a sequence is lost or in two places"
         assert set(placed) == set(unfinished), "a sequence is lost or in two places"
         for queue in (self._running, self._waiting):
-            assert all(_rank(a) < _rank(b) for a, b in pairwise(queue)), "out of order"
+            assert all(rank(a) < rank(b) for a, b in pairwise(queue)), "out of order"
         assert all(s.state is SequenceState.RUNNING for s in self._running)
         for sequence in (*self._waiting, *held):
             assert sequence.state is SequenceState.WAITING, sequence
             assert not sequence.block_table, sequence
             assert not sequence.num_computed_tokens, sequence
-        assert len(self._running) <= self._max_num_seqs
-        assert self._num_blocks_wanted == sum(map(self._num_blocks_at_most, unfinished))
+        assert len(self._running) <= self._seats.max_num_seqs
+        assert self._num_blocks_wanted == sum(map(self._seats.num_blocks_at_most, unfinished))
         self._blocks.check(self._running)
 
-    def check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    def check_capacity(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raises ParameterError, or CapacityError, for what could never be finished here."""
-        kv_tokens = self._blocks.num_blocks * self._blocks.block_size
-        limits = {"max_model_len": self._max_model_len, "kv_tokens": kv_tokens}
-        check_capacity(num_prompt_tokens, max_tokens, **limits)
-
-    def _num_blocks_at_most(self, sequence: Sequence) -> int:
-        return self._blocks.num_blocks_for(sequence.num_prompt_tokens + sequence.params.max_tokens)
+        check_capacity(
+            num_prompt_tokens,
+            params,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._seats.max_num_seqs,
+            num_blocks=self._blocks.num_blocks,
+            block_size=self._blocks.block_size,
+        )
 
     def _enter(self, request_id: str, sequences: list[Sequence]) -> None:
         self._requests[request_id] = list(sequences)
-        self._num_blocks_wanted += sum(map(self._num_blocks_at_most, sequences))
+        self._num_blocks_wanted += sum(map(self._seats.num_blocks_at_most, sequences))
         leader, *children = sequences
-        insort(self._waiting, leader, key=_rank)
+        insort(self._waiting, leader, key=rank)
         if children:
             self._held[request_id] = children
+        if leader.params.num_beams > 1:
+            search = BeamSearch(leader.params, leader.params.stop_ids(self._eos_token_ids))
+            self._beams[request_id] = BeamGroup(search, {search.live[0]: leader}, children)
         for sequence in sequences:
             if sequence.num_generated_tokens or not sequence.params.max_tokens:
                 self._end_if_complete(sequence)
@@ -286,7 +303,10 @@ class Scheduler:
         num_passed = num_blocks_passed = 0
         while num_passed < min(len(self._waiting), MAX_PASSED):
             sequence = self._waiting[num_passed]
-            if self._budget.demand(self._ahead(sequence), sequence) >= self._budget.num_tokens:
+            if (
+                self._budget.demand(self._seats.ahead(sequence), sequence)
+                >= self._budget.num_tokens
+            ):
                 num_passed += 1
                 num_blocks_passed += self._blocks.num_blocks_for(sequence.num_tokens)
                 continue
@@ -294,48 +314,21 @@ class Scheduler:
                 return
             del self._waiting[num_passed]
             self._blocks.admit(sequence)
-            sequence.state = SequenceState.RUNNING
-            insort(self._running, sequence, key=_rank)
+            self._seats.take(sequence)
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = min(
                     sequence.num_computed_tokens, sequence.num_prompt_tokens
                 )
-
-    def _ahead(self, sequence: Sequence) -> list[Sequence]:
-        return self._running[: bisect_left(self._running, _rank(sequence), key=_rank)]
 
     def _make_room(self, sequence: Sequence, num_blocks_passed: int) -> bool:
         """Whether a sequence can run now; preempts what has less priority if that is what it takes.
 
         The fewest that make room are preempted, and none if even all of them would not.
         """
-        ahead = self._ahead(sequence)
-        demand = self._budget.demand(ahead, sequence)
-        for num_kept in range(len(self._running), -1, -1):
-            victims = self._running[num_kept:]
-            if victims and victims[0].priority >= sequence.priority:
-                return False
-            spare = self._num_growing(num_kept) + num_blocks_passed
-            if (
-                num_kept < self._max_num_seqs
-                and demand + max(0, num_kept - len(ahead)) < self._budget.num_tokens
-                and self._blocks.fits(sequence, spare=spare, without=victims)
-            ):
-                for victim in reversed(victims):
-                    self._preempt(victim)
-                return True
-        return False
-
-    def _num_growing(self, num_kept: int) -> int:
-        """Of the first `num_kept` running sequences, those that may yet take another block.
-
-        A block is left for each: then all of them can go on in the next step, and nobody is let in
-        only to be preempted at once.
-        """
-        return sum(
-            self._blocks.num_blocks_kept([sequence]) < self._num_blocks_at_most(sequence)
-            for sequence in self._running[:num_kept]
-        )
+        victims = self._seats.victims(sequence, num_blocks_passed)
+        for victim in victims or ():
+            self._preempt(victim)
+        return victims is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks: what it knows stays, what it has computed is computed again."""
@@ -344,7 +337,7 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self._waiting, sequence, key=_rank)
+        insort(self._waiting, sequence, key=rank)
 
     def _release_held(self, leader: Sequence) -> None:
         """Let the other samples go once sample 0 has computed their prompt, or has ended.
@@ -353,19 +346,16 @@ class Scheduler:
         those that already know tokens of their own, wait as all do and find the prompt in the
         prefix cache.
         """
+        if leader.request_id in self._beams:
+            return
         for child in self._held.pop(leader.request_id, ()):
-            forks = (
-                leader.num_computed_tokens >= leader.num_prompt_tokens == child.num_tokens
-                and len(self._running) < self._max_num_seqs
-                and self._num_growing(len(self._running)) < self.num_free_blocks
-            )
-            if not forks:
-                insort(self._waiting, child, key=_rank)
+            computed = leader.num_computed_tokens >= leader.num_prompt_tokens == child.num_tokens
+            if not (computed and self._seats.may_fork()):
+                insort(self._waiting, child, key=rank)
                 continue
             self._blocks.fork(leader, child)
             child.num_cached_tokens = child.num_computed_tokens
-            child.state = SequenceState.RUNNING
-            insort(self._running, child, key=_rank)
+            self._seats.take(child)
 
     def _end_if_complete(self, sequence: Sequence) -> None:
         reason = sequence.reason_to_end(self._eos_token_ids)
@@ -377,6 +367,9 @@ class Scheduler:
         group = list(self._requests.get(request_id, ()))
         for sequence in reversed(group):  # sample 0 last: its end lets the others go
             self._end(sequence, reason)
+        if request_id in self._beams:
+            del self._held[request_id]
+            self._beams.pop(request_id).settle(group, reason)
         return group
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -384,7 +377,7 @@ class Scheduler:
         group.remove(sequence)
         if not group:
             del self._requests[sequence.request_id]
-        self._num_blocks_wanted -= self._num_blocks_at_most(sequence)
+        self._num_blocks_wanted -= self._seats.num_blocks_at_most(sequence)
         held = self._held.get(sequence.request_id, [])
         if sequence in held:
             held.remove(sequence)

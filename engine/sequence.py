@@ -48,7 +48,7 @@ class Sequence:
 
     seq_id: int  # unique in the engine's life
     request_id: str
-    sample_index: int  # 0 … params.n - 1
+    sample_index: int  # 0 … params.num_seqs - 1
     token_ids: list[int]  # prompt, then generated
     num_prompt_tokens: int
     params: SamplingParams
@@ -90,10 +90,8 @@ class Sequence:
         """Why no more tokens are to be drawn behind the newest; None while there are."""
         if self.ending is not None:
             return self.ending
-        params, token_id = self.params, self.token_ids[-1]
-        stops = token_id in params.stop_token_ids or (
-            token_id in eos_token_ids and not params.ignore_eos
-        )
+        params = self.params
+        stops = self.token_ids[-1] in params.stop_ids(eos_token_ids)
         # the stopping token itself is no part of the text, so min_tokens come before it
         if stops and self.num_generated_tokens > params.min_tokens:
             return FinishReason.STOP
@@ -143,3 +141,8 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+
+def rank(sequence: Sequence) -> tuple[int, int, int]:
+    """Who goes first: higher priority, then earlier arrival. Unique, and never changes."""
+    return (-sequence.priority, sequence.arrival, sequence.sample_index)

@@ -60,6 +60,8 @@ def parse(url: str, body: object) -> Generation:
     options = {
         field: read(field, given[field]) for field, read in _OPTIONS.items() if field in given
     }
+    if fields.boolean("use_beam_search", given.get("use_beam_search", False)):
+        _search_as_vllm(options)
     form = structured_outputs.read(given)
     if form is not None:
         options["structured_outputs"] = form
@@ -182,7 +184,7 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
     neutral = _NEUTRAL | (_CHAT_NEUTRAL if chat else _COMPLETIONS_NEUTRAL)
     refused = _CHAT_REFUSED if chat else _COMPLETIONS_REFUSED
     for name, value in body.items():
-        if name in works or name in _OPTIONS or name in structured_outputs.NAMES:
+        if name in works or name in _OPTIONS or name in _BOTH_WORK:
             continue
         if value is None and (name in _HARMLESS or name in neutral or name in refused):
             continue
@@ -198,6 +200,12 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
             raise BodyError(name, f"{name} is not supported yet")
         else:
             raise BodyError(name, f"{name} is not a field of {url}")
+
+
+def _search_as_vllm(options: dict[str, Any]) -> None:
+    """vLLM's way to ask for a beam search: n is how many beams there are, and all are texts."""
+    if options.setdefault("num_beams", options.get("n", 1)) == 1:
+        raise BodyError("use_beam_search", "use_beam_search needs n, or num_beams, of at least 2")
 
 
 def _max_tokens(given: Mapping[str, Any]) -> int | None:
@@ -284,12 +292,20 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
     "repetition_detection": fields.counts,
     "thinking_token_budget": fields.integer,
     "timeout_s": fields.number,  # our own
+    "length_penalty": fields.number,  # vLLM's too
+    # transformers' names
+    "num_beams": fields.integer,
+    "early_stopping": fields.boolean_or_text,
+    "num_beam_groups": fields.integer,
+    "diversity_penalty": fields.number,
 }
 _CHAT_FIELDS = {
     "model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",
     "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
 }  # fmt: skip
 _COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens", "logprobs", "echo"}
+
+_BOTH_WORK = structured_outputs.NAMES | {"use_beam_search"}
 
 # labels for the sender's own use, and hints about caching that change no output
 _HARMLESS: dict[str, Callable[[str, object], Any]] = {

@@ -49,6 +49,12 @@ def boolean(path: str, value: object) -> bool:
     return value
 
 
+def boolean_or_text(path: str, value: object) -> bool | str:
+    if not isinstance(value, bool | str):
+        raise BodyError(path, f"{path} must be true, false or a string, got {kind(value)}")
+    return value
+
+
 def texts(path: str, value: object) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):

@@ -67,7 +67,7 @@ class Attempt:
         if self.prompt is None:
             return UNKNOWN_LOAD
         return Load(
-            num_seqs=self.prompt.params.n,
+            num_seqs=self.prompt.params.num_seqs,
             prompt_tokens=len(self.prompt.token_ids),
             max_tokens=self.prompt.params.max_tokens,
             generated_tokens=self.num_generated,

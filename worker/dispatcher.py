@@ -224,7 +224,11 @@ class Dispatcher:
 
     def engine_ready(self, ready: Ready) -> None:
         with self._lock:
-            self._limits = Limits(max_model_len=ready.max_model_len, kv_tokens=ready.kv_tokens)
+            self._limits = Limits(
+                max_model_len=ready.max_model_len,
+                kv_tokens=ready.kv_tokens,
+                block_size=ready.block_size,
+            )
             self._book.room = EngineRoom(
                 max_num_seqs=ready.max_num_seqs, free_tokens=ready.kv_tokens, num_waiting=0
             )

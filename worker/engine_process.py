@@ -73,6 +73,7 @@ def main(fd: int) -> int:
                 kv_tokens=stats.num_blocks * start.config.block_size,
                 max_model_len=engine.max_model_len,
                 load_s=load_s,
+                block_size=start.config.block_size,
             ),
         )
         EngineServer(engine, pipe).serve()

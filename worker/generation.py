@@ -40,6 +40,12 @@ class Limits:
 
     max_model_len: int
     kv_tokens: int
+    block_size: int = 1
+
+    def max_seq_len(self, num_beams: int) -> int:
+        """Tokens of prompt and output together; beams run all at once, in blocks of their own."""
+        num_blocks = self.kv_tokens // self.block_size // max(1, num_beams)
+        return min(self.max_model_len, num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,7 @@ def _prepare(
     max_tokens = generation.max_tokens
     if max_tokens is None:
         # at least 1, so that a chat without room for output is refused for its length
-        room = min(limits.max_model_len, limits.kv_tokens)
+        room = limits.max_seq_len(generation.options.get("num_beams", 1))
         max_tokens = max(1, room - len(token_ids))
     # an unseeded job draws the same noise in every attempt, so that one resumed from a checkpoint
     # is the text that would have been

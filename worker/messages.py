@@ -48,6 +48,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     kv_tokens: int  # tokens the KV cache can hold
     max_model_len: int
     load_s: float
+    block_size: int = 1  # tokens; a sequence takes up whole blocks
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

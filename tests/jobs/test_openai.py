@@ -81,6 +81,10 @@ def test_options_arrive_under_the_samplers_names():
         "repetition_detection": {"max_pattern_size": 20, "min_count": 4},
         "thinking_token_budget": 0, "prompt_logprobs": 3,
     }  # fmt: skip
+    search = {
+        "num_beams": 4, "length_penalty": 0.5, "early_stopping": "never", "num_beam_groups": 2,
+        "diversity_penalty": 1.5, "n": 4,
+    }  # fmt: skip
     read = given | {
         "stop": ("END",), "stop_token_ids": (1, 2), "logit_bias": ((5, -100), (0, 0.5)),
         "allowed_token_ids": (5, 6), "bad_words": ("no",),
@@ -90,9 +94,21 @@ def test_options_arrive_under_the_samplers_names():
         assert options == read
         params = params_of(options, max_tokens=5)
         assert params.repetition_detection == RepetitionDetection(max_pattern_size=20, min_count=4)
+        assert call(**search).options == search
+        assert params_of(search, max_tokens=5).early_stopping == "never"
     others = {"max_tokens", "logprobs", "structured_outputs"}
-    assert set(given) | others == OPTION_NAMES
+    assert set(given) | set(search) | others == OPTION_NAMES
     assert chat(stop=["a", "b"]).options["stop"] == ("a", "b")
+
+
+def test_a_beam_search_may_be_asked_for_as_in_vllm():
+    for call in (chat, complete):
+        assert call(use_beam_search=True, n=3).options == {"n": 3, "num_beams": 3}
+        assert call(use_beam_search=True, num_beams=3).options == {"num_beams": 3}
+        assert call(use_beam_search=False).options == {}
+        assert refusal(call, use_beam_search=True).param == "use_beam_search"
+        assert refusal(call, use_beam_search=1).param == "use_beam_search"
+        assert refusal(call, early_stopping=1).param == "early_stopping"
 
 
 def test_logprobs_are_a_flag_and_a_number_in_a_chat_and_a_number_in_a_completion():

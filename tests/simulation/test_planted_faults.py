@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine import block_manager, scheduler
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import Sequence, SequenceState, rank
 from engine.step_plan import StepPlan
 from tests.simulation.machine import SchedulerMachine
 
@@ -193,7 +193,7 @@ def let_in(scheduler_, sequence):
     scheduler_._waiting.remove(sequence)
     scheduler_._blocks.admit(sequence)
     sequence.state = SequenceState.RUNNING
-    insort(scheduler_._running, sequence, key=scheduler._rank)
+    insort(scheduler_._running, sequence, key=rank)
 
 
 def preempt_another(patch, choose):

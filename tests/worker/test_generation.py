@@ -41,6 +41,13 @@ def test_without_max_tokens_a_completion_gets_sixteen_and_a_chat_what_is_left(pr
     assert len(small.token_ids) + small.params.max_tokens == 64
 
 
+def test_a_search_without_a_limit_has_room_for_all_of_its_beams(prepared):
+    limits = Limits(max_model_len=512, kv_tokens=23 * 16, block_size=16)
+    search = prepared(CHAT, limits, messages=HELLO, num_beams=4)
+    assert len(search.token_ids) + search.params.max_tokens == 5 * 16
+    assert search.params.num_seqs == 4
+
+
 def test_options_reach_the_sampler_under_their_names(prepared):
     options = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "n": 2, "seed": 9}
     params = prepared(COMPLETIONS, prompt="x", stop=["a"], ignore_eos=True, **options).params
