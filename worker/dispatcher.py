@@ -22,7 +22,7 @@ from worker.book import Book
 from worker.delivery import Delivery, Ending
 from worker.generation import Limits, Outcome, Refusal, outcome_of, prepare
 from worker.guard import start_thread
-from worker.ledger import Cancel, Claim, Entry, Insert
+from worker.ledger import Cancel, Claim, Entry, Insert, Waste
 from worker.messages import Command, Ended, Ready, Refused, Stepped
 from worker.prompt import Prompt
 from worker.sent_job import SentJob
@@ -245,6 +245,9 @@ class Dispatcher:
             for delta in stepped.deltas:
                 if (attempt := self._book.attempts.get(delta.key)) is not None:
                     attempt.generated[delta.sample_index] += delta.token_ids
+                else:  # made before the engine heard that the job is not ours
+                    job_id = delta.key.rpartition(":")[0]
+                    self._post(Waste(job_id=job_id, tokens=len(delta.token_ids)))
             if not stepped.ended and not stepped.refused:
                 return
             for refused in stepped.refused:

@@ -16,7 +16,18 @@ from redis import DataError, RedisError
 logger = logging.getLogger(__name__)
 
 
+class QoS(redis.QoS):
+    def restore_unacked_once(self, stderr: Any = None) -> None:
+        # kombu closes the channels of a connection it has lost only after it has let go of the
+        # connection's address: with a message unacknowledged that ends the worker. The message is
+        # safe: the visibility timeout brings it back, and its row is published anew
+        if self.channel.connection is not None and self.channel.connection.client is not None:
+            super().restore_unacked_once(stderr)
+
+
 class Channel(redis.Channel):
+    QoS = QoS
+
     def _brpop_read(self, **options: Any) -> Any:
         try:
             return super()._brpop_read(**options)  # type: ignore[misc]

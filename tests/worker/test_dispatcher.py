@@ -262,6 +262,15 @@ def test_a_lost_job_is_aborted_and_shows_no_output_afterwards(world):
     assert world.dispatcher.num_in_hands == 0
 
 
+def test_tokens_that_come_after_the_loss_of_a_job_are_waste_too(world):
+    add = world.run()
+    world.step(Delta(add.key, 0, [7, 8]))
+    world.lose("job_1", fence=1)
+    assert world.take(Waste) == Waste(job_id="job_1", tokens=2)
+    world.step(Delta(add.key, 0, [9, 10, 11]))
+    assert world.take(Waste) == Waste(job_id="job_1", tokens=3)
+
+
 def test_a_job_lost_under_an_older_fence_leaves_the_newer_attempt_alone(world):
     world.run(fence=2)
     world.lose("job_1", fence=1)
