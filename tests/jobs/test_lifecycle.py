@@ -106,9 +106,9 @@ class Histories(RuleBasedStateMachine):
 
     def some_claims(self, numbers: list[int]) -> list[tuple[str, int, str]]:
         """Mostly the latest ones, which may still hold."""
-        return list(
-            {self.claims[-1 - n % len(self.claims)] for n in numbers} if self.claims else ()
-        )
+        if not self.claims:
+            return []
+        return list(dict.fromkeys(self.claims[-1 - n % len(self.claims)] for n in numbers))
 
     def holds(self, job_id: str, fence: int) -> bool:
         job = self.jobs[job_id]
@@ -134,7 +134,7 @@ class Histories(RuleBasedStateMachine):
     def claim(self, worker, numbers):
         ids = self.some_jobs(numbers)
         got = {job.id: job for job in self.bench.claim(*ids, worker_id=worker)}
-        for job_id in set(ids):
+        for job_id in dict.fromkeys(ids):  # in order: ids are random, a replay has others
             job = self.jobs[job_id]
             late = job.deadline_at is not None and job.deadline_at <= self.bench.now
             assert (job_id in got) == (job.state == JobState.QUEUED and not late)
@@ -196,7 +196,7 @@ class Histories(RuleBasedStateMachine):
     @rule(worker=WORKERS, tokens=st.integers(1, 3))
     def beat(self, worker, tokens):
         mine = {(job_id, fence) for job_id, fence, owner in self.claims if owner == worker}
-        newest = {job_id: max(f for j, f in mine if j == job_id) for job_id, _ in mine}
+        newest = {job_id: max(f for j, f in mine if j == job_id) for job_id, _ in sorted(mine)}
         held = [Held(job_id, fence) for job_id, fence in newest.items()]
         checkpoints = {each: [list(range(tokens))] for each in held}
 

@@ -79,8 +79,9 @@ def test_a_job_handed_back_goes_on_in_the_middle_of_its_text(start):
     [whole] = deployment.submit(replace(job, id=new_job_id()))
     resumed, uninterrupted = deployment.ended(interrupted, whole)
     for row in (resumed, uninterrupted):
-        assert (row.state, row.attempt, row.wasted_tokens) == (JobState.SUCCEEDED, 1, 0)
-        assert row.completion_tokens == 1000
+        assert (row.state, row.attempt, row.completion_tokens) == (JobState.SUCCEEDED, 1, 1000)
+    # the engine may be in the middle of a step when the job is handed back
+    assert (resumed.wasted_tokens <= 20, uninterrupted.wasted_tokens) == (True, 0)
     assert text(resumed) == text(uninterrupted)
     # less than both texts: one went on where the first worker had stopped
     assert 1000 < deployment.next_beat(second).stats["generated_tokens"] < 2000
