@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from api.errors import BadRequest
-from engine.sampling_params import ParameterError, check_prompt, params_of
-from engine.token_rules import token_rules
+from engine.door import checked_params
+from engine.sampling_params import ParameterError
 from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.openai_fields import BodyError
@@ -86,22 +86,16 @@ class Door:
             tools=generation.tool_use.tools,
             variables=generation.template_variables,
         )
-        # at least 1, so that a prompt without room for output is refused for its own length
-        room = max(1, model.max_model_len - len(prompt_ids))
-        max_tokens = room if generation.max_tokens is None else generation.max_tokens
-        tool_use = generation.tool_use
-        options = {
-            **generation.options,
-            **model.tokenizer.call_options(prompt_ids, tool_use.forced, parallel=tool_use.parallel),
-        }
-        params = params_of(options, max_tokens=max_tokens)
-        check_prompt(
+        params = checked_params(
+            model.tokenizer,
             prompt_ids,
-            params,
-            vocab_size=model.tokenizer.vocab_size,
+            generation.options,
+            forced_tools=generation.tool_use.forced,
+            parallel_calls=generation.tool_use.parallel,
+            max_tokens=generation.max_tokens,
+            room=model.max_model_len,
             max_model_len=model.max_model_len,
         )
-        token_rules(params, model.tokenizer)
         return Checked(
             model=model.name, prompt_tokens=len(prompt_ids), max_tokens=params.max_tokens
         )

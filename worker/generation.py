@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.door import checked_params
 from engine.reply import MAX_CALLS, PLAIN, Reply, ReplyForm, num_reasoning_tokens, parse_reply
-from engine.sampling_params import ParameterError, check_prompt, params_of
-from engine.token_rules import token_rules
+from engine.sampling_params import ParameterError
 from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.lifecycle import ErrorCode, JobState
@@ -87,23 +87,18 @@ def _prepare(
         tools=tool_use.tools,
         variables=generation.template_variables,
     )
-    max_tokens = generation.max_tokens
-    if max_tokens is None:
-        # at least 1, so that a chat without room for output is refused for its length
-        room = limits.max_seq_len(generation.options.get("num_beams", 1))
-        max_tokens = max(1, room - len(token_ids))
-    # an unseeded job draws the same noise in every attempt, so that one resumed from a checkpoint
-    # is the text that would have been
-    options = {
-        "seed": seed_of(job_id),
-        **generation.options,
-        **tokenizer.call_options(token_ids, tool_use.forced, parallel=tool_use.parallel),
-    }
-    params = params_of(options, max_tokens=max_tokens)
-    check_prompt(
-        token_ids, params, vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len
+    params = checked_params(
+        tokenizer,
+        token_ids,
+        # an unseeded job draws the same noise in every attempt, so that one resumed from a
+        # checkpoint is the text that would have been
+        {"seed": seed_of(job_id), **generation.options},
+        forced_tools=tool_use.forced,
+        parallel_calls=tool_use.parallel,
+        max_tokens=generation.max_tokens,
+        room=limits.max_seq_len(generation.options.get("num_beams", 1)),
+        max_model_len=limits.max_model_len,
     )
-    token_rules(params, tokenizer)
     if len(token_ids) + params.max_tokens > limits.kv_tokens:
         raise Refusal(
             ErrorCode.EXCEEDS_CAPACITY,

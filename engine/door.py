@@ -1,0 +1,37 @@
+"""The options of a generation, checked the same way wherever one is taken in.
+
+Imports no torch: the API asks here before a job is stored, a worker again before it runs one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.sampling_params import SamplingParams, check_prompt, params_of
+from engine.token_rules import token_rules
+from engine.tokenizer import Tokenizer
+
+
+def checked_params(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    options: Mapping[str, Any],
+    *,
+    forced_tools: Sequence[Mapping[str, Any]],
+    parallel_calls: bool,
+    max_tokens: int | None,
+    room: int,
+    max_model_len: int,
+) -> SamplingParams:
+    """`options` are as `params_of` takes them; one of `forced_tools` has to be called, if any.
+
+    `room` is for tokens of prompt and output together; what the prompt leaves of it is the default
+    of `max_tokens`. Raises ParameterError.
+    """
+    if max_tokens is None:
+        # at least 1, so that a prompt without room for output is refused for its own length
+        max_tokens = max(1, room - len(token_ids))
+    calls = tokenizer.call_options(token_ids, forced_tools, parallel=parallel_calls)
+    params = params_of({**options, **calls}, max_tokens=max_tokens)
+    check_prompt(token_ids, params, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len)
+    token_rules(params, tokenizer)
+    return params
