@@ -10,6 +10,15 @@ from worker.generation import Refusal
 from worker.prompt import Prompt
 
 
+def key_of(held: Held) -> str:
+    """A claim's name in the engine: the same job may come back here as another attempt."""
+    return f"{held.id}:{held.fence}"
+
+
+def job_id_of(key: str) -> str:
+    return key.rpartition(":")[0]
+
+
 class Phase(Enum):
     CLAIMED = auto()  # its prompt is being prepared
     WAITING = auto()  # for its turn in the engine
@@ -35,8 +44,7 @@ class Attempt:
 
     @property
     def key(self) -> str:
-        """Its name in the engine: the same job may come back here as another attempt."""
-        return f"{self.job.id}:{self.job.fence}"
+        return key_of(self.held)
 
     @property
     def held(self) -> Held:

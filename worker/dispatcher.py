@@ -17,7 +17,7 @@ from engine.tokenizer import Tokenizer
 from jobs.claims import ClaimedJob, Held, num_tokens
 from jobs.lifecycle import ErrorCode, JobState
 from worker.admission import EngineRoom
-from worker.attempt import Attempt, Holding, Phase
+from worker.attempt import Attempt, Holding, Phase, job_id_of, key_of
 from worker.book import Book
 from worker.delivery import Delivery, Ending
 from worker.generation import Limits, Outcome, Refusal, outcome_of, prepare
@@ -246,8 +246,7 @@ class Dispatcher:
                 if (attempt := self._book.attempts.get(delta.key)) is not None:
                     attempt.generated[delta.sample_index] += delta.token_ids
                 else:  # made before the engine heard that the job is not ours
-                    job_id = delta.key.rpartition(":")[0]
-                    self._post(Waste(job_id=job_id, tokens=len(delta.token_ids)))
+                    self._post(Waste(job_id=job_id_of(delta.key), tokens=len(delta.token_ids)))
             if not stepped.ended and not stepped.refused:
                 return
             for refused in stepped.refused:
@@ -308,7 +307,7 @@ class Dispatcher:
         """SQL's answer to a beat: `lost` are ours no more, the others' checkpoints are stored."""
         with self._lock:
             for held in holding.held:
-                attempt = self._book.attempts.get(f"{held.id}:{held.fence}")
+                attempt = self._book.attempts.get(key_of(held))
                 if attempt is None:
                     continue
                 if held not in lost:
