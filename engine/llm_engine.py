@@ -7,7 +7,6 @@ An error in a step is not caught here, but for a lack of device memory: after it
 is unknown, so the process should end and a new one take over from the last checkpoint.
 """
 
-import dataclasses
 import functools
 import gc
 import math
@@ -257,10 +256,7 @@ class LLMEngine:
         return self._requests[request_id].checkpoint
 
     def stats(self) -> EngineStats:
-        stats = self._totals.stats(self._scheduler, self.config)
-        return dataclasses.replace(
-            stats, num_waiting=stats.num_waiting + len(self._waiting_for_forms)
-        )
+        return self._totals.stats(self._scheduler, self.config, len(self._waiting_for_forms))
 
     def check(self) -> None:
         """Assert that the books balance."""

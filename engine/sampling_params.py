@@ -118,8 +118,9 @@ class SamplingParams:
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """Ids that end it, given the model's own."""
-        own = frozenset(self.stop_token_ids)
-        return own if self.ignore_eos else own | eos_token_ids
+        models_own = frozenset() if self.ignore_eos else eos_token_ids
+        # asked of each row in each step: most have no ids of their own, and make no new set
+        return models_own.union(self.stop_token_ids) if self.stop_token_ids else models_own
 
     @property
     def penalizes(self) -> bool:

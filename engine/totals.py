@@ -35,13 +35,13 @@ class Totals:
         self.scheduled_tokens += self.last_step_tokens
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
 
-    def stats(self, scheduler: Scheduler, config: EngineConfig) -> EngineStats:
-        """These totals, and what the scheduler says of now."""
+    def stats(self, scheduler: Scheduler, config: EngineConfig, num_outside: int) -> EngineStats:
+        """These totals, and how things stand; `num_outside` requests wait outside the scheduler."""
         free_tokens = scheduler.num_free_blocks * config.block_size
         num_seqs = scheduler.num_running + scheduler.num_waiting
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + num_outside,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             free_seqs=max(0, config.max_num_seqs - num_seqs),
