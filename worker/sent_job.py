@@ -13,7 +13,7 @@ import msgspec
 
 from jobs import strict_json
 from jobs.lifecycle import ErrorCode
-from jobs.records import JobError, NewJob, storable
+from jobs.records import MAX_CUSTOM_ID_BYTES, JobError, NewJob, storable
 from worker.generation import Refusal
 
 MAX_SHOWN = 128  # characters of a url or model that a row or a message repeats
@@ -85,10 +85,10 @@ def _what_can_stand(job_id: str, kwargs: object) -> NewJob:
         url=_text(sent.get("url")),
         model=_text(model),
         body={},
-        custom_id=_text(custom_id) or None,
+        custom_id=_text(custom_id, max_bytes=MAX_CUSTOM_ID_BYTES) or None,
     )
 
 
-def _text(value: object) -> str:
+def _text(value: object, *, max_bytes: int = 4 * MAX_SHOWN) -> str:
     text = value[:MAX_SHOWN] if isinstance(value, str) else ""
-    return text if storable(text) else ""
+    return text.encode()[:max_bytes].decode(errors="ignore") if storable(text) else ""

@@ -67,6 +67,8 @@ def test_what_is_left_out_is_the_deployments_default():
         ({"surprise": 1}, "surprise"),
         ({"metadata": {"k": 1}}, "metadata"),
         ({"custom_id": "x" * 300}, "custom_id"),
+        ({"custom_id": "😀" * 100}, "custom_id"),
+        ({"custom_id": "é" * 129}, "custom_id"),
         ({"body": BODY | {"temperature": float("nan")}}, "temperature"),
         ({"body": BODY | {"prompt": "\ud800"}}, "prompt"),
         ({"body": BODY | {"prompt": "\0"}}, "prompt"),
