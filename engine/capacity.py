@@ -10,6 +10,8 @@ from engine.sampling_params import ParameterError, SamplingParams
 class CapacityError(ParameterError):
     """More tokens than the model takes, or than the KV cache holds when it is empty."""
 
+    code = "exceeds_capacity"
+
     def __init__(self, param: str, limit: str, needed: int, available: int) -> None:
         super().__init__(
             param, f"prompt + max_tokens is {needed} tokens, the {limit} {available} at most"

@@ -30,6 +30,7 @@ class ErrorCode(StrEnum):
 
     INVALID_REQUEST = "invalid_request"  # the worker's door check refused what came past the API
     EXCEEDS_CAPACITY = "exceeds_capacity"  # can never fit this engine's KV pool
+    COMPILER_BUSY = "compiler_busy"  # no time for its form now: the same job may succeed later
     NUMERICAL_ERROR = "numerical_error"  # NaN or infinity in this row's logits
     ENGINE_ERROR = "engine_error"
     POISONED = "poisoned"  # the engine process died with it too often

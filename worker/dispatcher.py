@@ -28,6 +28,7 @@ from worker.prompt import Prompt
 from worker.sent_job import SentJob
 
 ENGINE_WAIT_S = 15.0  # jobs wait this long for a new engine process, then for another worker
+_ENGINES_CODES: dict[str | None, ErrorCode] = {str(code): code for code in ErrorCode}
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,7 @@ class Dispatcher:
     def _engine_refused(self, refused: Refused) -> None:
         attempt = self._running(refused.key)
         if attempt is not None:
-            code = ErrorCode.EXCEEDS_CAPACITY if refused.capacity else ErrorCode.INVALID_REQUEST
+            code = _ENGINES_CODES.get(refused.code, ErrorCode.INVALID_REQUEST)
             refusal = Refusal(code, refused.message, param=refused.param)
             self._book.finish(attempt, _refused(refusal))
 

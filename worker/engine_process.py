@@ -14,7 +14,6 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from engine.capacity import CapacityError
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, RequestOutput, RequestUpdate
@@ -182,7 +181,7 @@ class EngineServer:
 
 
 def refused(key: str, error: ParameterError) -> Refused:
-    return Refused(key, error.param, str(error), isinstance(error, CapacityError))
+    return Refused(key, error.param, str(error), error.code)
 
 
 def ended(output: RequestOutput) -> Ended:

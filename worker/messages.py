@@ -92,7 +92,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     key: str
     param: str
     message: str
-    capacity: bool  # it can never fit this engine
+    code: str | None  # an ErrorCode, where the engine has a word of its own
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -1,40 +1,77 @@
 """From a form to its grammar, beside the engine's steps.
 
-A few threads take one form after another: each lets the trial process try it under limits, and
-builds here what went well there, which costs the same again and releases the interpreter's lock
-meanwhile. (A compiled grammar cannot be sent from process to process.) What was built is kept, and
-what was refused is remembered, up to a number of entries and an estimate of their bytes.
+A form is tried in the trial process, under limits, and built here if that went well, which costs
+the same again and releases the interpreter's lock meanwhile. (A compiled grammar cannot be sent
+from process to process.) The first trial is short, though long enough for all but huge forms; what
+was not done in it is tried again in a queue for such, and once more in a last one. So a form that
+takes long waits for its like and holds up no other, and one that takes a little longer than usual
+does not wait for those that never end.
+
+What was built is kept, and what was refused is remembered, up to a number of entries and an
+estimate of their bytes.
+
+    ParameterError
+    └── CompilerBusyError
 """
 
-import contextlib
+import functools
 import json
-import os
-import socket
-import subprocess
+import math
 import sys
 import threading
-import weakref
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
 
 from llguidance import LLTokenizer
 
 from engine.parameter_error import ParameterError
 from engine.structured.grammar import Grammar, GrammarError, GrammarState, load_vocabulary
-from engine.structured.trial import TRIAL_LIMIT_S, Verdict
+from engine.structured.trial import TrialLimits, Verdict, lower_priority
+from engine.structured.trial_process import TrialProcess
 from engine.structured_outputs import StructuredOutputs
 
-NUM_THREADS = 4  # forms compiled at once: one that takes its time holds up no others
+LATER_LIMIT_S = 3.0  # by the clock, for all trials behind the first and the waiting for them
+# of a form's trials, one after another; the engine's own niceness is 0
+LIMITS = (
+    TrialLimits(cpu_s=0.2, clock_s=10.0, niceness=10),  # 0.02 s are usual, most of it the forks'
+    TrialLimits(cpu_s=0.5, clock_s=LATER_LIMIT_S, niceness=15),
+    TrialLimits(cpu_s=1.3, clock_s=LATER_LIMIT_S, niceness=19),
+)
+NUM_THREADS = (2, 1, 1)  # for each of these trials
+LIMIT_CPU_S = sum(each.cpu_s for each in LIMITS)
+BUILDING_NICENESS = 10  # of the threads
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 256 << 20
 ENTRY_BYTES = 64 << 10  # of a grammar's own, beside what the trial measured
-START_LIMIT_S = 60.0  # of the trial process, with its vocabulary
-ANSWER_GRACE_S = 2.0  # beyond a trial's own limit
 
 Key = tuple[str, str, str]
+Made = Grammar | str  # or why there is none
+
+
+class CompilerBusyError(ParameterError):
+    """Nothing is known against the form; there was no time for it. It may be asked again."""
+
+    code = "compiler_busy"
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    future: "Future[list[GrammarState]]"
+    form: StructuredOutputs
+    generated: Sequence[Sequence[int]]
+    n: int
+
+
+@dataclass(slots=True, eq=False)
+class _Compiling:
+    """A form on its way to a grammar, and the requests that have it."""
+
+    form: StructuredOutputs
+    waiters: list[_Waiter] = field(default_factory=list)
+    give_up_at: float = math.inf  # known once its first trial was not enough
 
 
 class GrammarCompiler:
@@ -53,10 +90,11 @@ class GrammarCompiler:
             "eos_token_ids": sorted(eos_token_ids),
         }
         self._trials = TrialProcess(json.dumps(parts).encode())
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-compiler")
+        self._pools = [_pool(f"grammar-trial-{i}", num) for i, num in enumerate(NUM_THREADS)]
+        self._resuming = _pool("grammar-resume", 1)
         self._lock = threading.Lock()  # of all that follows
-        self._compiling: dict[Key, threading.Lock] = {}
-        self._cache: OrderedDict[Key, tuple[Grammar | str, int]] = OrderedDict()
+        self._compiling: dict[Key, _Compiling] = {}
+        self._cache: OrderedDict[Key, tuple[Made, int]] = OrderedDict()
 
     @property
     def trial_pid(self) -> int | None:
@@ -79,74 +117,134 @@ class GrammarCompiler:
         """A state for each of `n` samples, advanced by what each has generated already.
 
         Done at once if the grammar is here and nothing was generated. The future's error is a
-        ParameterError.
+        ParameterError. A form whose futures are all cancelled is not compiled.
         """
-        known = self._known(_key(form))
-        if known is None or generated:
-            return self._threads.submit(self._open, form, generated, n)
-        future: Future[list[GrammarState]] = Future()
-        if isinstance(known, Grammar):
-            future.set_result([known.state() for _ in range(n)])
-        else:
-            future.set_exception(_refusal(form, known))
-        return future
+        waiter = _Waiter(Future(), form, generated, n)
+        with self._lock:
+            known = self._known(_key(form))
+            compiling = self._compiling.get(_key(form))
+            if known is None and compiling is not None:
+                compiling.waiters.append(waiter)
+                return waiter.future
+            if known is None:
+                compiling = self._compiling[_key(form)] = _Compiling(form, [waiter])
+        if known is not None:
+            self._answer(waiter, known)
+        elif compiling is not None:
+            self._trials.start()  # here, for our threads would hand their low priority on to it
+            self._submit(compiling, 0)
+        return waiter.future
 
     def close(self) -> None:
-        """End the trial process and the thread; forms not yet compiled are cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the trial process and the threads; forms not yet compiled stay so."""
+        for pool in (*self._pools, self._resuming):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._trials.kill()
 
-    def _open(
-        self, form: StructuredOutputs, generated: Sequence[Sequence[int]], n: int
-    ) -> list[GrammarState]:
-        known = self._known(_key(form)) or self._compile_once(form)
-        if isinstance(known, str):
-            raise _refusal(form, known)
-        states = [known.state() for _ in range(n)]
-        for state, token_ids in zip(states, generated, strict=False):
-            state.catch_up(token_ids)
-        return states
+    def _submit(self, compiling: _Compiling, index: int) -> None:
+        def tell(trial: "Future[None]") -> None:
+            if not trial.cancelled() and (fault := trial.exception()) is not None:
+                for waiter in self._ended(compiling):
+                    if waiter.future.set_running_or_notify_cancel():
+                        waiter.future.set_exception(fault)
 
-    def _compile_once(self, form: StructuredOutputs) -> Grammar | str:
-        """Compile it, or wait for the thread that does: a batch's rows may all have one form."""
-        key = _key(form)
-        with self._lock:
-            turn = self._compiling.setdefault(key, threading.Lock())
-        with turn:
-            made = self._known(key) or self._compile(form)
-        with self._lock:
-            self._compiling.pop(key, None)
-        return made
+        self._pools[index].submit(self._try, compiling, index).add_done_callback(tell)
 
-    def _compile(self, form: StructuredOutputs) -> Grammar | str:
+    def _try(self, compiling: _Compiling, index: int) -> None:
+        """One trial of the form, and what follows from it."""
+        if self._is_over(compiling):
+            return
         if isinstance(self._vocabulary, GrammarError):
-            return str(self._vocabulary)
+            self._settle(compiling, str(self._vocabulary))
+            return
         # a death may have been another's fault: the kernel's, short of memory
-        verdict = self._trials.verdict(form) or self._trials.verdict(form)
+        verdict = self._verdict(compiling, index) or self._verdict(compiling, index)
         if verdict is None:
-            return "could not be compiled: the compiler did not answer"
-        made: Grammar | str = verdict.error
-        if not verdict.error:
-            try:
-                made = Grammar(self._vocabulary, verdict.source)
-                made.state().mask(())  # its cost is paid here, not in a step
-            except GrammarError as error:
-                made = str(error)
-        self._keep(_key(form), made, ENTRY_BYTES + verdict.num_bytes + len(form.text))
+            self._settle(compiling, "could not be compiled: the compiler did not answer", None)
+        elif not verdict.out_of:
+            self._settle(compiling, self._built(verdict), verdict.num_bytes)
+        elif index + 1 < len(LIMITS):
+            if index == 0:
+                self._give_up_later(compiling)
+            self._submit(compiling, index + 1)
+        elif verdict.out_of == "processor time":
+            self._settle(compiling, f"takes more than {LIMIT_CPU_S:g} seconds to compile")
+        else:
+            self._settle(compiling, None)
+
+    def _verdict(self, compiling: _Compiling, index: int) -> Verdict | None:
+        left_s = max(0.0, compiling.give_up_at - time.monotonic())
+        limits = replace(LIMITS[index], clock_s=min(LIMITS[index].clock_s, left_s))
+        return self._trials.verdict(compiling.form, limits)
+
+    def _give_up_later(self, compiling: _Compiling) -> None:
+        compiling.give_up_at = time.monotonic() + LATER_LIMIT_S
+        timer = threading.Timer(LATER_LIMIT_S, self._settle, (compiling, None))
+        timer.daemon = True
+        timer.start()
+
+    def _built(self, verdict: Verdict) -> Made:
+        if verdict.error:
+            return verdict.error
+        assert isinstance(self._vocabulary, LLTokenizer)
+        try:
+            made = Grammar(self._vocabulary, verdict.source)
+            made.state().mask(())  # its cost is paid here, not in a step
+        except GrammarError as error:
+            return str(error)
         return made
 
-    def _known(self, key: Key) -> Grammar | str | None:
+    def _is_over(self, compiling: _Compiling) -> bool:
+        """Whether nobody waits for it any more; then it is forgotten."""
+        key = _key(compiling.form)
         with self._lock:
-            if key not in self._cache:
-                return None
-            self._cache.move_to_end(key)
-            return self._cache[key][0]
+            if self._compiling.get(key) is not compiling:
+                return True
+            if all(each.future.cancelled() for each in compiling.waiters):
+                del self._compiling[key]
+                return True
+            return False
 
-    def _keep(self, key: Key, made: Grammar | str, num_bytes: int) -> None:
+    def _settle(self, compiling: _Compiling, made: Made | None, num_bytes: int | None = 0) -> None:
+        """Answer all who wait, once; None: there was no time. Kept, unless without a size."""
+        if made is not None and num_bytes is not None:
+            num_bytes += ENTRY_BYTES + len(compiling.form.text)
+            with self._lock:
+                self._keep(_key(compiling.form), made, num_bytes)
+        for waiter in self._ended(compiling):
+            self._answer(waiter, made)
+
+    def _ended(self, compiling: _Compiling) -> list[_Waiter]:
+        """Forget it; returns who still has to be answered: nobody, if it had ended before."""
+        key = _key(compiling.form)
         with self._lock:
-            self._cache[key] = made, num_bytes
-            while len(self._cache) > MAX_CACHED or self._sum_bytes() > MAX_CACHED_BYTES:
-                self._cache.popitem(last=False)
+            if self._compiling.get(key) is not compiling:
+                return []
+            del self._compiling[key]
+            return compiling.waiters
+
+    def _answer(self, waiter: _Waiter, made: Made | None) -> None:
+        if not waiter.future.set_running_or_notify_cancel():
+            return
+        if not isinstance(made, Grammar):
+            waiter.future.set_exception(_refusal(waiter.form, made))
+        elif waiter.generated:
+            self._resuming.submit(_states, made, waiter).add_done_callback(
+                functools.partial(_hand_over, waiter.future)
+            )
+        else:
+            waiter.future.set_result(_states(made, waiter))
+
+    def _known(self, key: Key) -> Made | None:
+        if key not in self._cache:
+            return None
+        self._cache.move_to_end(key)
+        return self._cache[key][0]
+
+    def _keep(self, key: Key, made: Made, num_bytes: int) -> None:
+        self._cache[key] = made, num_bytes
+        while len(self._cache) > MAX_CACHED or self._sum_bytes() > MAX_CACHED_BYTES:
+            self._cache.popitem(last=False)
 
     def _sum_bytes(self) -> int:
         """Of what was measured when each was made, and what its lexer has learnt since."""
@@ -156,97 +254,37 @@ class GrammarCompiler:
         )
 
 
-class TrialProcess:
-    """One trial process at a time: started when first needed, replaced when it gives no answer.
-
-    Several threads may ask at once.
-    """
-
-    def __init__(self, vocabulary: bytes) -> None:
-        self._vocabulary = vocabulary
-        self._lock = threading.Lock()  # of what follows
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., TrialProcess] | None = None
-        self._has_answered = False
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def verdict(self, form: StructuredOutputs) -> Verdict | None:
-        """Blocks until the form was tried, for as long as the limits say; None: no answer."""
-        process = None
-        try:
-            process, pipe = self._ask()
-            with pipe:
-                pipe.send_bytes(json.dumps(asdict(form)).encode())
-                limit_s = TRIAL_LIMIT_S + ANSWER_GRACE_S
-                if pipe.poll(limit_s if self._has_answered else START_LIMIT_S):
-                    verdict = Verdict(**json.loads(pipe.recv_bytes()))
-                    self._has_answered = True
-                    return verdict
-        except (EOFError, OSError):
-            pass
-        with self._lock:
-            if self._process is process:
-                self._kill()
-        return None
-
-    def kill(self) -> None:
-        """The next form starts another."""
-        with self._lock:
-            self._kill()
-
-    def _kill(self) -> None:
-        if self._end is not None:
-            self._end()
-        self._control = self._process = self._end = None
-        self._has_answered = False
-
-    def _ask(self) -> "tuple[subprocess.Popen[bytes], Connection]":
-        """A line to the process on which to send a form. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        pipe = Connection(ours.detach())
-        with theirs, self._lock:
-            if self._control is None:
-                self._start()
-            assert self._control is not None
-            assert self._process is not None
-            try:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-            except OSError:
-                pipe.close()
-                self._kill()
-                raise
-            return self._process, pipe
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.structured.trial", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                process_group=0,  # a Ctrl-C at the terminal is not for it
-            )
-        self._control = ours
-        self._end = weakref.finalize(self, _end, self._process, ours)
-        pipe = Connection(os.dup(ours.fileno()))
-        with pipe, contextlib.suppress(OSError):  # it died at once; asking will say so
-            pipe.send_bytes(self._vocabulary)
+def _pool(name: str, num_threads: int) -> ThreadPoolExecutor:
+    if sys.platform != "linux":  # elsewhere it would be the engine's own priority
+        return ThreadPoolExecutor(num_threads, name)
+    return ThreadPoolExecutor(num_threads, name, lower_priority, (BUILDING_NICENESS,))
 
 
-def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
-    control.close()
-    process.kill()
-    process.wait()
+def _states(grammar: Grammar, waiter: _Waiter) -> list[GrammarState]:
+    states = [grammar.state() for _ in range(waiter.n)]
+    for state, token_ids in zip(states, waiter.generated, strict=False):
+        state.catch_up(token_ids)
+    return states
+
+
+def _hand_over(to: "Future[list[GrammarState]]", done: "Future[list[GrammarState]]") -> None:
+    if done.cancelled():
+        return
+    if (fault := done.exception()) is not None:
+        to.set_exception(fault)
+    else:
+        to.set_result(done.result())
 
 
 def _key(form: StructuredOutputs) -> Key:
     return form.kind, form.text, form.whitespace
 
 
-def _refusal(form: StructuredOutputs, message: str) -> ParameterError:
-    return ParameterError(form.param, f"{form.param}: {message}")
+def _refusal(form: StructuredOutputs, made: str | None) -> ParameterError:
+    if made is not None:
+        return ParameterError(form.param, f"{form.param}: {made}")
+    return CompilerBusyError(
+        form.param,
+        f"{form.param}: takes long to compile, and was not done within {LATER_LIMIT_S:g} seconds, "
+        "for there is much else to do; try again later",
+    )

@@ -5,8 +5,9 @@ forks again, translates the form there, builds it and makes the first mask, with
 time and time on the clock limited and at a low priority; whatever becomes of that (killed, aborted,
 out of stack), the fork lives on and says so.
 
-FD is one end of a socket pair: first come a vocabulary's parts, then a socket for each form, on
-which the form is sent and its Verdict answered, both as JSON. The process ends when FD does.
+A vocabulary's parts are its standard input. FD is one end of a socket pair, over which comes a
+socket for each form; on that the form is sent with its limits, and its Verdict answered, as JSON.
+The process ends when FD does.
 """
 
 import json
@@ -26,27 +27,33 @@ from llguidance import LLTokenizer
 from engine.structured.grammar import Grammar, GrammarError, load_vocabulary, translate
 from engine.structured_outputs import StructuredOutputs
 
-TRIAL_LIMIT_S = 4.0  # by the clock
-TRIAL_LIMIT_CPU_S = 2
 TRIAL_LIMIT_BYTES = 512 << 20  # beyond what the process has with its vocabulary
 MAX_SOURCE_BYTES = 1 << 20  # of the translated form
-NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """Of one trial, and the priority it runs at."""
+
+    cpu_s: float
+    clock_s: float
+    niceness: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a form: its translation, or what is wrong with it."""
+    """What came of a form: its translation, or what is wrong with it, or that time ran out."""
 
     source: str = ""
     error: str = ""
     num_bytes: int = 0  # memory that the grammar takes, at least
+    out_of: str = ""  # "processor time" or "time": it was not done
 
 
 def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    parts = json.loads(Connection(os.dup(fd)).recv_bytes())
-    vocabulary = load_vocabulary(**parts)
+    vocabulary = load_vocabulary(**json.load(sys.stdin.buffer))
     control = socket.socket(fileno=fd)
     while True:
         _, given, _, _ = socket.recv_fds(control, 1, 1)
@@ -62,23 +69,24 @@ def _answer(vocabulary: LLTokenizer, pipe: Connection) -> NoReturn:
     """In the first fork."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        form = StructuredOutputs(**json.loads(pipe.recv_bytes()))
-        pipe.send_bytes(json.dumps(asdict(_verdict(vocabulary, form))).encode())
+        form, limits = json.loads(pipe.recv_bytes())
+        verdict = _verdict(vocabulary, StructuredOutputs(**form), TrialLimits(**limits))
+        pipe.send_bytes(json.dumps(asdict(verdict)).encode())
     except (EOFError, OSError):
         pass  # who asked is gone
     finally:
         os._exit(0)
 
 
-def _verdict(vocabulary: LLTokenizer, form: StructuredOutputs) -> Verdict:
+def _verdict(vocabulary: LLTokenizer, form: StructuredOutputs, limits: TrialLimits) -> Verdict:
     """Of a second fork, that tries the form."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(ours)
-        _try(vocabulary, form, theirs)
+        _try(vocabulary, form, limits, theirs)
     os.close(theirs)
-    ends_at = time.monotonic() + TRIAL_LIMIT_S
+    ends_at = time.monotonic() + limits.clock_s
     answer = b""
     while (left_s := ends_at - time.monotonic()) > 0 and select.select([ours], [], [], left_s)[0]:
         piece = os.read(ours, 1 << 16)
@@ -91,18 +99,23 @@ def _verdict(vocabulary: LLTokenizer, form: StructuredOutputs) -> Verdict:
     _, status = os.waitpid(pid, 0)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
         return Verdict(**json.loads(answer))
-    if timed_out or os.WTERMSIG(status) == signal.SIGXCPU:
-        return Verdict(error=f"takes more than {TRIAL_LIMIT_CPU_S} seconds to compile")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return Verdict(out_of="processor time")
+    if timed_out:
+        return Verdict(out_of="time")
     return Verdict(error=f"too large to compile in {TRIAL_LIMIT_BYTES >> 20} MiB, or too deep")
 
 
-def _try(vocabulary: LLTokenizer, form: StructuredOutputs, fd: int) -> NoReturn:
+def _try(
+    vocabulary: LLTokenizer, form: StructuredOutputs, limits: TrialLimits, fd: int
+) -> NoReturn:
     """In the second fork: answers on `fd` and exits; without an answer if it is killed."""
-    os.nice(NICENESS)
+    lower_priority(limits.niceness)
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)  # a panic's backtrace may quote the form
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_LIMIT_CPU_S, TRIAL_LIMIT_CPU_S + 1))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # RLIMIT_CPU knows whole seconds only
     anonymous = _memory("RssAnon")
     if sys.platform == "linux":
         limit = _memory("VmSize") + TRIAL_LIMIT_BYTES
@@ -125,6 +138,12 @@ def _try(vocabulary: LLTokenizer, form: StructuredOutputs, fd: int) -> NoReturn:
             while answer:
                 answer = answer[os.write(fd, answer) :]
         os._exit(status)
+
+
+def lower_priority(niceness: int) -> None:
+    """Of the calling thread, where the system knows priorities of threads; else of the process."""
+    current = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(current, niceness))
 
 
 def _memory(name: str) -> int:

@@ -13,14 +13,19 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from celery.exceptions import Ignore, Retry
 
+from engine.capacity import CapacityError
+from engine.dialect import NoToolFormatError
+from engine.parameter_error import ParameterError
+from engine.structured.compiler import CompilerBusyError
 from engine.tokenizer import Tokenizer
 from jobs.claims import ClaimedJob, Held
-from jobs.lifecycle import ErrorCode, JobState
+from jobs.lifecycle import ErrorCode, JobState, error_object
 from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
+from worker.engine_process import refused
 from worker.ledger import Cancel, Claim, Entry, Finish, HandBack, Insert, Waste
-from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Refused, Sample, Stepped
+from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
 from worker.sent_job import read_sent_job
 
 E = TypeVar("E")
@@ -226,11 +231,21 @@ def test_a_job_the_kv_cache_can_never_hold_fails_with_both_numbers(world):
     assert "16" in outcome.message
 
 
-def test_a_job_the_engine_refuses_fails_with_the_engines_words(world):
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (CapacityError("n", "model takes", 9, 8), "exceeds_capacity", "invalid_request_error"),
+        (CompilerBusyError("n", "later"), "compiler_busy", "server_error"),
+        (NoToolFormatError("n", "tools"), "invalid_request", "invalid_request_error"),
+        (ParameterError("n", "too many"), "invalid_request", "invalid_request_error"),
+    ],
+)
+def test_a_job_the_engine_refuses_fails_with_the_engines_words(world, error, code, kind):
     add = world.run()
-    world.step(refused=[Refused(add.key, "max_tokens", "too many", capacity=True)])
+    world.step(refused=[refused(add.key, error)])
     outcome = world.take(Finish).outcome
-    assert (outcome.code, outcome.message) == (ErrorCode.EXCEEDS_CAPACITY, "too many")
+    assert (outcome.code, outcome.message, outcome.param) == (code, str(error), "n")
+    assert error_object(outcome.code, outcome.message)["type"] == kind
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_a_form_is_kept_one_that_is_none_is_refused_and_the_trial_ends_with_its_
     assert ended["good"].samples[0].text.isdecimal()
     assert ended["good"].samples[0].finish_reason == "stop"
     assert refused["bad"].param == "structured_outputs.regex"
-    assert not refused["bad"].capacity
+    assert refused["bad"].code is None
     (trial,) = psutil.Process(bench.pid).children()
     os.kill(bench.pid, signal.SIGKILL)
     deadline = time.monotonic() + TIMEOUT_S
