@@ -8,6 +8,7 @@ import pytest
 from engine.beam_search import BeamSearch, num_candidates
 from engine.sampling_params import ParameterError, SamplingParams
 from engine.structured_outputs import StructuredOutputs
+from tests.engine.diverse_beams import diverse_texts
 
 VOCAB_SIZE = 9
 STOP_IDS = frozenset({0, 4})
@@ -33,66 +34,6 @@ def texts_of(params, seed):
     return [tuple(each.beam.generated_ids) for each in search.best()][: params.n]
 
 
-class OneGroupOfMany:
-    """A group's texts as transformers 4 kept them (BeamSearchScorer, BeamHypotheses)."""
-
-    def __init__(self, params):
-        self.params = params
-        self.size = params.num_beams // params.num_beam_groups
-        self.beams = [((), 0.0)]
-        self.ended = []  # (score, text)
-        self.done = False
-
-    def add(self, text, log_probability):
-        score = log_probability / len(text) ** self.params.length_penalty
-        if len(self.ended) < self.size or score > min(self.ended)[0]:
-            self.ended.append((score, text))
-            if len(self.ended) > self.size:
-                self.ended.remove(min(self.ended))
-
-    def ends(self, best, length):
-        if len(self.ended) < self.size:
-            return False
-        if self.params.early_stopping is True:
-            return True
-        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
-            length = self.params.max_tokens
-        return min(self.ended)[0] >= best / length**self.params.length_penalty
-
-
-def diverse_texts(params, seed):
-    """Diverse beam search, section 3 of Vijayakumar et al. 2016, with Hamming diversity."""
-    groups = [OneGroupOfMany(params) for _ in range(params.num_beam_groups)]
-    for length in range(1, params.max_tokens + 1):
-        said_before = []
-        for group in groups:
-            if group.done:
-                continue
-            candidates = [
-                (logprob - params.diversity_penalty * said_before.count(v) + sum_before, (*text, v))
-                for text, sum_before in group.beams
-                for v, logprob in enumerate(log_probabilities(text, seed))
-            ]
-            candidates.sort(reverse=True)
-            candidates = candidates[: (1 + len(STOP_IDS)) * group.size]
-            group.beams = []
-            for place, (total, text) in enumerate(candidates):
-                if text[-1] not in STOP_IDS:
-                    group.beams.append((text, total))
-                elif place < group.size:
-                    group.add(text, total)
-                if len(group.beams) == group.size:
-                    break
-            group.done = group.ends(candidates[0][0], length)
-            said_before += [text[-1] for text, _ in group.beams]
-    for group in groups:
-        if not group.done:
-            for text, total in group.beams:
-                group.add(text, total)
-    found = sorted((pair for group in groups for pair in group.ended), reverse=True)
-    return [text for _, text in found][: params.n]
-
-
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 def test_groups_take_turns_as_in_transformers_4(length_penalty, early_stopping):
@@ -110,11 +51,27 @@ def test_groups_take_turns_as_in_transformers_4(length_penalty, early_stopping):
             early_stopping=early_stopping,
         )
         found = texts_of(params, seed)
-        assert found == diverse_texts(params, seed)
+        assert found == diverse_texts(
+            params, STOP_IDS, lambda text, seed=seed: log_probabilities(text, seed)
+        )
         lengths |= {len(text) for text in found}
         alone += len(set(found)) == len(found)
     assert len(lengths) > 4
     assert alone > 5  # groups do find texts of their own
+
+
+def test_a_group_that_has_ended_costs_later_ones_nothing():
+    params = SamplingParams(
+        max_tokens=3, num_beams=2, n=2, early_stopping=True, num_beam_groups=2, diversity_penalty=50
+    )
+    search = BeamSearch(params, frozenset({0}))
+    (prompt,) = search.live
+    search.advance({prompt: ((1, -0.1), (2, -3.0))})
+    first, second = search.live
+    search.advance({first: ((0, -0.1), (5, -4.0)), second: ((5, -0.1), (7, -3.0))})
+    (second,) = search.live  # the first has ended, with 5 next to its end
+    search.advance({second: ((5, -0.1), (8, -3.0))})
+    assert [each.beam.generated_ids for each in search.best()] == [[1, 0], [2, 7, 5]]
 
 
 def test_without_ends_a_wide_enough_search_finds_the_likeliest_text():

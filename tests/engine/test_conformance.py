@@ -40,7 +40,14 @@ PROCESSED = "test_logits_processors.py::test_tokens_come_as_often_as_the_process
 SCORES = "test_logprobs.py"
 FORMS = "structured/test_outputs.py"
 BEAMS = "models/test_beam_search.py::test_texts_are_those_of_transformers"
-BEAM_GROUPS = "test_beam_search.py::test_groups_take_turns_as_in_transformers_4"
+EACH_FAMILY = tuple(
+    f"models/{file}::test_beams_find_the_texts_that_transformers_finds"
+    for file in ("test_decoder.py", "test_hf_decoder.py")
+)
+BEAM_GROUPS = (
+    "test_beam_search.py::test_groups_take_turns_as_in_transformers_4",
+    "models/test_beam_search.py::test_groups_find_what_transformers_4_found",
+)
 
 FEATURES = (
     option("max_tokens", "same, `max_completion_tokens`", SAME, "`max_new_tokens`",
@@ -80,13 +87,13 @@ FEATURES = (
     option("repetition_detection", NONE, SAME, NONE,
            "test_repetition.py::test_it_says_at_each_token_what_the_definition_says", ONE_BY_ONE),
     option("timeout_s", NONE, NONE, "`max_time`", "test_endings.py"),
-    option("num_beams", NONE, "`use_beam_search` with `n`", SAME, BEAMS,
+    option("num_beams", NONE, "`use_beam_search` with `n`", SAME, BEAMS, *EACH_FAMILY,
            "test_beam_groups.py::test_texts_do_not_depend_on_what_happens_around"),
     option("length_penalty", NONE, SAME, SAME, BEAMS),
     option("early_stopping", NONE, NONE, SAME, BEAMS,
            "test_beam_search.py::test_the_three_ways_to_stop_differ"),
-    option("num_beam_groups", NONE, NONE, "same, before 5", BEAM_GROUPS),
-    option("diversity_penalty", NONE, NONE, "same, before 5", BEAM_GROUPS),
+    option("num_beam_groups", NONE, NONE, "same, before 5", *BEAM_GROUPS),
+    option("diversity_penalty", NONE, NONE, "same, before 5", *BEAM_GROUPS),
     option("structured_outputs", "`response_format`", SAME, NONE,
            f"{FORMS}::test_random_forms_are_kept_beside_free_rows",
            f"{FORMS}::test_every_kind_keeps_its_form"),

@@ -1,15 +1,31 @@
-"""Beam search in the engine against transformers' own, however beams are packed and preempted."""
+"""Beam search in the engine against transformers' own, however beams are packed and preempted.
+
+`cases/group_beams.json` holds what `generate` of transformers 4 gave in float32 for several groups
+of beams, one prompt at a time, under our names of its options; the id that it pads ended groups
+with was made unlikely. Every family is searched in test_decoder.py and test_hf_decoder.py.
+"""
+
+import json
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine import EngineConfig, LLMEngine, SamplingParams
+from tests.conftest import REPOSITORY
+from tests.engine.models.beams import (
+    EOS,
+    TEXTS,
+    WAYS,
+    beams_of,
+    texts_in_one_batch,
+    texts_of_groups,
+    texts_of_transformers,
+)
 from tests.engine.models.checkpoints import write_checkpoint
 from tests.engine.models.equality import a_runner, a_scheduler, run_all
 
-EOS = 2
-TEXTS = ([5, 9, 17, 40, 3], [8, 100, 7] * 9, [11, 60, 61, 62, 63, 64, 65, 66, 120])
+GROUPS = json.loads((REPOSITORY / "tests" / "cases" / "group_beams.json").read_text("utf-8"))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -25,47 +41,26 @@ def models(request, tmp_path_factory):
     return model, a_runner(folder, num_blocks=200)
 
 
-@torch.inference_mode()
-def texts_of_transformers(model, prompt, params, **options):
-    """The generated ids of each text, best first."""
-    found = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        do_sample=False,
-        num_beams=params.num_beams,
-        num_return_sequences=params.n,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        max_new_tokens=params.max_tokens,
-        **{"eos_token_id": EOS, "pad_token_id": 1} | options,
-    )
-    return [to_its_end(row[len(prompt) :].tolist()) for row in found]
-
-
-def to_its_end(token_ids):
-    """Without the padding behind it."""
-    return token_ids[: token_ids.index(EOS) + 1] if EOS in token_ids else token_ids
-
-
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 def test_texts_are_those_of_transformers(models, length_penalty, early_stopping):
     model, runner = models
-    bias = 4.0
-    params = SamplingParams(
-        max_tokens=9,
-        num_beams=4,
-        n=4,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
-        logit_bias=((EOS, bias),),
+    params = beams_of(length_penalty, early_stopping)
+    found = texts_in_one_batch(runner, [(text, params) for text in TEXTS])
+    assert found == [texts_of_transformers(model, text, params) for text in TEXTS]
+
+
+def test_a_length_penalty_shows(models):
+    _, runner = models
+    short, long = (
+        texts_in_one_batch(runner, [(text, beams_of(length_penalty, False)) for text in TEXTS])
+        for length_penalty in (-1.0, 2.0)
     )
-    scheduler = a_scheduler(runner, num_blocks=200, max_num_seqs=16, eos_token_ids=frozenset({EOS}))
-    places = [scheduler.add(str(n), text, params, seed=0) for n, text in enumerate(TEXTS)]
-    run_all(scheduler, runner)
-    for text, group in zip(TEXTS, places, strict=True):
-        wanted = texts_of_transformers(model, text, params, sequence_bias=[[[EOS], bias]])
-        assert [place.generated_ids for place in group] == wanted
+    assert num_tokens(short) < num_tokens(long)
+
+
+def num_tokens(found):
+    return sum(len(text) for texts in found for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ def test_neither_company_nor_a_lack_of_blocks_changes_a_text(
     run_all(scheduler, runner)
     assert scheduler.num_preemptions > 0
     for n, (text, group) in enumerate(zip(TEXTS, places, strict=True)):
-        wanted = texts_of_transformers(model, text, params, eos_token_id=None)
+        wanted = texts_of_transformers(model, text, params)
         assert [place.generated_ids for place in group[:3]] == wanted
         assert alone[n].generated_ids == urgent[n].generated_ids
 
@@ -111,30 +106,71 @@ def test_neither_company_nor_a_lack_of_blocks_changes_a_text(
             {"min_tokens": 5, "logit_bias": ((EOS, 6.0),)},
             {"min_new_tokens": 5, "sequence_bias": [[[EOS], 6.0]]},
         ),
-        ({"stop_token_ids": (31, 90, 77)}, {"eos_token_id": [EOS, 31, 90, 77]}),
     ],
 )
 def test_options_act_on_each_beam_by_its_own_tokens(models, options, transformers_options):
     model, runner = models
     params = SamplingParams(max_tokens=10, num_beams=4, n=4, **options)
-    scheduler = a_scheduler(runner, num_blocks=200, max_num_seqs=16, eos_token_ids=frozenset({EOS}))
-    for n, text in enumerate(TEXTS):
-        places = scheduler.add(str(n), text, params, seed=0)
-        run_all(scheduler, runner)
-        wanted = texts_of_transformers(model, text, params, **transformers_options)
-        assert [place.generated_ids for place in places] == wanted
+    for text in TEXTS:
+        (found,) = texts_in_one_batch(runner, [(text, params)])
+        assert found == texts_of_transformers(model, text, params, **transformers_options)
+
+
+def test_the_penalty_of_other_groups_comes_off_after_all_other_options(models):
+    model, runner = models
+    options = {"num_beam_groups": 2, "repetition_penalty": 1.7}
+    for diversity_penalty in (0.3, 0.6, 1.0, 1.5):
+        params = beams_of(1.0, False, **options, diversity_penalty=diversity_penalty)
+        (found,) = texts_in_one_batch(runner, [(TEXTS[0], params)])
+        assert found == texts_of_groups(model, TEXTS[0], params)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir):
+    config = {"model": str(smollm2_dir), "dtype": "float32", "device": "cpu", "num_blocks": 192}
+    return LLMEngine(EngineConfig(**config))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_real_models_texts_are_those_of_transformers(smollm2_dir):
+@pytest.mark.timeout(600)
+def test_a_real_models_texts_are_those_of_transformers(smollm2, smollm2_dir):
     prompts = ("The three largest cities of France are", "def fibonacci(n):\n")
-    params = SamplingParams(max_tokens=16, num_beams=4, n=4)
-    config = EngineConfig(model=str(smollm2_dir), dtype="float32", device="cpu", num_blocks=64)
-    engine = LLMEngine(config)
-    outputs = engine.generate(prompts, params)
+    prompts = [smollm2.tokenizer.encode(prompt) for prompt in prompts]
+    stop_ids = (28, 30, 198)  # of ",", "." and a new line: its own end is far away
+    requests = [
+        (prompt, beams_of(*way, max_tokens=16, stop_token_ids=stop_ids))
+        for prompt in prompts
+        for way in WAYS
+    ]
+    outputs = smollm2.generate(*zip(*requests, strict=True))
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        prompt_ids = engine.tokenizer.encode(prompt)
-        wanted = texts_of_transformers(model, prompt_ids, params, eos_token_id=EOS, pad_token_id=0)
-        assert [list(choice.token_ids) for choice in output.completions] == wanted
+    for request, output in zip(requests, outputs, strict=True):
+        found = [list(choice.token_ids) for choice in output.completions]
+        assert found == texts_of_transformers(model, *request)
+
+
+def check_recorded_groups(engine, cases):
+    requests = []
+    for case in cases:
+        options = dict(case["options"])
+        options["stop_token_ids"] = tuple(options.get("stop_token_ids", ()))
+        options["logit_bias"] = tuple(map(tuple, options.get("logit_bias", ())))
+        requests.append((case["prompt"], SamplingParams(**options)))
+    outputs = engine.generate(*zip(*requests, strict=True))
+    for case, (_, params), output in zip(cases, requests, outputs, strict=True):
+        stop_ids = params.stop_ids(frozenset({EOS}))
+        found = [list(choice.token_ids) for choice in output.completions]
+        # transformers 4 wrote the first of the ids for whichever of them ended a text
+        found = [[EOS if token_id in stop_ids else token_id for token_id in text] for text in found]
+        assert found == case["texts"], case["options"]
+
+
+def test_groups_find_what_transformers_4_found(tiny_llama_dir):
+    config = {"model": str(tiny_llama_dir), "device": "cpu", "num_blocks": 200}
+    check_recorded_groups(LLMEngine(EngineConfig(**config)), GROUPS["tiny_llama"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_groups_of_a_real_model_find_what_transformers_4_found(smollm2):
+    check_recorded_groups(smollm2, GROUPS["smollm2"])

@@ -5,6 +5,7 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.sampling_params import SamplingParams
+from tests.engine.models.beams import check_beams
 from tests.engine.models.checkpoints import CONFIGS, write_checkpoint
 from tests.engine.models.equality import (
     NUM_BLOCKS,
@@ -59,6 +60,10 @@ def test_greedy_tokens_equal_transformers_with_and_without_preemption(
         logits = logits_of(model, sequence.token_ids)[len(text) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(sequence.generated_ids).unsqueeze(1)).squeeze(1)
         assert (logits.amax(dim=1) - chosen).max() < 1e-4
+
+
+def test_beams_find_the_texts_that_transformers_finds(models):
+    check_beams(*models)
 
 
 def test_samples_of_one_prompt_differ_and_come_again_when_resumed(models):

@@ -20,6 +20,7 @@ from engine.weights import (
     UnexpectedTensorError,
     UnsupportedModelError,
 )
+from tests.engine.models.beams import check_beams
 from tests.engine.models.equality import (
     a_runner,
     a_scheduler,
@@ -88,6 +89,10 @@ def test_greedy_tokens_equal_generate_while_sequences_are_preempted(models):
         prompt = torch.tensor([text])
         made = model.generate(prompt, greedy, attention_mask=torch.ones_like(prompt))
         assert sequence.generated_ids == made[0, len(text) :].tolist()
+
+
+def test_beams_find_the_texts_that_transformers_finds(models):
+    check_beams(*models)
 
 
 def change_tensors(folder, change):
