@@ -9,8 +9,10 @@ class EngineConfig:
     """Settings of one engine. Raises ValueError with name, bound and value."""
 
     model: str  # checkpoint folder, GGUF file or hub id
-    # auto (float32 on CPU, the checkpoint's own on CUDA), float32, bfloat16 or float16
+    # how weights and KV cache are kept: float32, bfloat16, float16 or auto, which is the
+    # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32
     dtype: str = "auto"
+    kernels: str = "auto"  # auto: compiled ones where they run; reference: plain PyTorch
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: int = 16  # tokens per KV block
     num_blocks: int | None = None  # KV blocks; None: from kv_cache_bytes
@@ -30,6 +32,8 @@ class EngineConfig:
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
             )
+        if self.kernels not in ("auto", "reference"):
+            raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):

@@ -20,7 +20,7 @@ from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
 from engine.logits_processors import TokenHistory
 from engine.logprobs import token_logprobs
-from engine.models.model import Model, load_model
+from engine.models.model import Model, Packing, load_model
 from engine.outputs import TokenLogprobs
 from engine.sampler import NothingAllowedError, NumericalError, SampledRow, sample
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -75,12 +75,17 @@ class ModelRunner:
         self._kernels = select_kernels(self.device)
         with Checkpoint(resolve_folder(config.model)) as checkpoint:
             dtype = _dtype(config.dtype, self.device, checkpoint)
+            packing = _packing(config, self.device, checkpoint)
             self._model = load_model(
-                checkpoint, dtype=dtype, device=self.device, kernels=self._kernels
+                checkpoint,
+                dtype=dtype,
+                device=self.device,
+                kernels=self._kernels,
+                packing=packing,
             )
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
-            # a cache filled in another type holds other numbers
-            self.model_id = checkpoint.fingerprint + str(dtype).encode()
+            # a cache filled in another type, or by other kernels, holds other numbers
+            self.model_id = checkpoint.fingerprint + f"{dtype} {packing}".encode()
         self.vocab_size = self._model.vocab_size
         self.max_model_len = _max_model_len(config, self._model)
         self._histories: WeakKeyDictionary[Sequence, TokenHistory] = WeakKeyDictionary()
@@ -91,8 +96,9 @@ class ModelRunner:
         self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
         logger.info(
-            "model %s loaded: device=%s dtype=%s num_blocks=%d max_model_len=%d",
-            config.model, self.device, dtype, self.num_blocks, self.max_model_len,
+            "model %s loaded: device=%s dtype=%s computed_by=%s num_blocks=%d max_model_len=%d",
+            config.model, self.device, dtype, type(self._model).__name__, self.num_blocks,
+            self.max_model_len,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -344,6 +350,24 @@ def _dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dty
     if device.type == "cpu":
         return torch.float32
     return checkpoint.dtype
+
+
+def _packing(config: EngineConfig, device: torch.device, checkpoint: Checkpoint) -> Packing | None:
+    """How compiled kernels keep the model, where they can run."""
+    if device.type != "cpu" or config.kernels == "reference":
+        return None
+    # Numba takes a second to import, and a GPU does without
+    from engine.kernels.cpu import PANEL, unavailable
+
+    reason = unavailable()
+    if reason is None and config.block_size % PANEL:
+        reason = f"block_size is no multiple of {PANEL}: {config.block_size}"
+    if reason is not None:
+        logger.warning("slow kernels in use, no compiled ones: %s", reason)
+        return None
+    # weights as the checkpoint has them: nothing is lost, and nothing is read that was not there
+    kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    return Packing(block_size=config.block_size, weight_dtype=kept)
 
 
 def _max_model_len(config: EngineConfig, model: Model) -> int:

@@ -75,8 +75,14 @@ class Settings:
     port: int = _setting(8000, "Port the API listens on; 0 takes a free one.", low=0, high=65535)
     dtype: str = _setting(
         "auto",
-        "Compute type; auto is float32 on a CPU and the checkpoint's own on a GPU.",
+        "Type in which weights and KV cache are kept; auto is the checkpoint's own, but float32 "
+        "for a CPU's KV cache. A CPU computes in float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kernels: str = _setting(
+        "auto",
+        "auto: compiled kernels where they run; reference: plain PyTorch.",
+        choices=("auto", "reference"),
     )
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")
     block_size: int = _setting(16, "Tokens in one KV block.", unit="tokens", low=1, high=1024)

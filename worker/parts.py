@@ -137,6 +137,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
     return EngineConfig(
         model=model.path,
         dtype=settings.dtype,
+        kernels=settings.kernels,
         device=settings.device,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,

@@ -49,7 +49,7 @@ class Decoder:
         kernels: Kernels,
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
-        loader = _Loader(checkpoint, settings, dtype, device, kernels)
+        loader = DecoderLoader(checkpoint, settings, dtype, device, kernels)
         self.vocab_size = settings.vocab_size
         self.max_position_embeddings = settings.max_position_embeddings
         kept = LayerShape(num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim)
@@ -92,7 +92,7 @@ class Decoder:
         return self.lm_head(self.norm.add(hidden, residual)).float()
 
 
-class _Loader:
+class DecoderLoader:
     """Takes a decoder's tensors out of a checkpoint: to device and type, and fused."""
 
     def __init__(

@@ -5,6 +5,7 @@ wrote it, with attention and the KV cache of this engine. docs/models.md lists b
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,14 @@ from engine.layers.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.settings import DecoderSettings
 from engine.weights import Checkpoint, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a CPU's compiled kernels keep a model; their arithmetic is in float32."""
+
+    block_size: int  # tokens of a KV block
+    weight_dtype: torch.dtype
 
 
 class Model(Protocol):
@@ -37,7 +46,12 @@ class Model(Protocol):
 
 
 def load_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    packing: Packing | None = None,  # where compiled kernels are to compute what they can
 ) -> Model:
     """Raises a CheckpointError that names what cannot be computed, or is missing or too much."""
     for name in ("quantization_config", "compression_config"):
@@ -59,4 +73,15 @@ def load_model(
             return HFDecoder(checkpoint, dtype=dtype, device=device, kernels=kernels)
         except UnsupportedModelError as tier_2:
             raise tier_2 from tier_1
+    if packing is not None:
+        # Numba takes a second to import, and a GPU does without
+        from engine.models.packed_decoder import PackedDecoder
+
+        return PackedDecoder(
+            checkpoint,
+            settings,
+            block_size=packing.block_size,
+            weight_dtype=packing.weight_dtype,
+            kv_dtype=dtype,
+        )
     return Decoder(checkpoint, settings, dtype=dtype, device=device, kernels=kernels)

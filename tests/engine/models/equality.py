@@ -53,8 +53,9 @@ def check_logits_in_any_packing(model, runner, largest_chunk):
     for layer in runner.kv_cache.layers:
         layer.fill_(torch.nan)  # what another sequence left there must not matter
     free = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    block_size = runner.kv_cache.shape.block_size
     sequences = [
-        a_sequence(n, [free.pop() for _ in range(-(-len(text) // BLOCK_SIZE))])
+        a_sequence(n, [free.pop() for _ in range(-(-len(text) // block_size))])
         for n, text in enumerate(texts)
     ]
     while any(s.num_tokens < len(t) for s, t in zip(sequences, texts, strict=True)):
@@ -78,7 +79,7 @@ def a_scheduler(runner, **settings):
     return Scheduler(
         **{
             "num_blocks": NUM_BLOCKS,
-            "block_size": BLOCK_SIZE,
+            "block_size": runner.kv_cache.shape.block_size,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 32,
             "max_model_len": runner.max_model_len,

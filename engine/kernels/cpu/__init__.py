@@ -1,0 +1,57 @@
+"""Compiled kernels for CPUs: a decoder's whole stack, its matrix products and its attention.
+
+Numba compiles them for the machine at hand, once, and keeps the result on disk: no compiler is
+needed there. The inner loops are written in vectors of eight float32 (`vectors`), everything above
+them in plain loops. One tile, [rows, K] × [K, 16], is all the matrix arithmetic there is: weights
+and blocks of the KV cache lie in memory as its right-hand side.
+
+Every sum is taken in one order, whatever else is in the batch: a row's result does not depend on
+how many rows are computed with it, nor on how its sequence was cut into steps, to the last bit.
+
+Importing this package sets Numba up, before any kernel is decorated.
+"""
+
+import hashlib
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# torch's OpenMP has to be there before Numba looks for one: then both share its threads
+import torch  # noqa: F401
+from llvmlite import binding as llvm
+from numba import __version__ as numba_version
+from numba import config
+
+
+def unavailable() -> str | None:
+    """Why compiled kernels cannot run on this machine; None where they can."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    has = llvm.get_host_cpu_features()
+    missing = [name for name in ("avx2", "fma", "f16c") if not has.get(name)]
+    return f"the CPU lacks {', '.join(missing)}" if missing else None
+
+
+def _cache_folder() -> Path:
+    """Where compiled kernels are kept: named by what they were made from, so never stale."""
+    digest = hashlib.sha256(numba_version.encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    try:
+        folder = Path.home() / ".cache" / "tokenmill" / "kernels" / digest.hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):
+        # no home, or one that cannot be written: compiled anew by each process
+        return Path(tempfile.mkdtemp(prefix="tokenmill-kernels-"))
+
+
+PANEL = 16  # columns of a tile, and what a block's tokens must be a multiple of
+
+# annotated as a plain module, Numba's settings are unknown to a type checker
+_settings: Any = config
+_settings.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
+_settings.CACHE_DIR = _settings.CACHE_DIR or str(_cache_folder())
+MAX_THREADS: int = _settings.NUMBA_NUM_THREADS
