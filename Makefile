@@ -20,6 +20,7 @@ demo: setup  ## run 48 prompts through the whole service and show answers and st
 	$(BIN)/tokenmill demo
 
 test: setup lint  ## check style, types and imports, then run all tests
+	$(BIN)/python -m tests.compile_kernels
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup  ## check style, types and imports
