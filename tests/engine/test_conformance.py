@@ -34,6 +34,7 @@ def option(name: str, openai: str, vllm: str, transformers: str, *tests: str) ->
 SAME = "same"
 GREEDY = "test_greedy_reference.py"
 OPTIONS = "test_sampling_options.py"
+SEEDED = "test_seeded_tokens.py"
 ONE_BY_ONE = f"{OPTIONS}::test_each_option_shows_in_the_output"
 DRAWN = "test_sampler.py::test_tokens_come_as_often_as_their_probability_says"
 PROCESSED = "test_logits_processors.py::test_tokens_come_as_often_as_the_processed_softmax_says"
@@ -60,7 +61,7 @@ FEATURES = (
     option("min_p", NONE, SAME, SAME, DRAWN),
     option("seed", SAME, SAME, NONE,
            "test_sampler.py::test_a_row_draws_the_same_token_alone_and_in_any_batch",
-           f"{OPTIONS}::test_in_one_batch_with_preemption_each_row_is_as_alone"),
+           f"{SEEDED}::test_in_any_batch_shuffled_and_preempted_each_is_as_alone"),
     option("min_tokens", NONE, SAME, "`min_new_tokens`",
            "test_min_tokens.py::test_it_is_what_hugging_face_does"),
     option("ignore_eos", NONE, SAME, "`eos_token_id=None`",
@@ -114,9 +115,11 @@ FEATURES = (
             (f"{GREEDY}::test_without_a_prefix_cache",
              f"{GREEDY}::test_all_together_and_again_from_the_prefix_cache")),
     Feature("preemption without loss", NONE, "recompute", NONE,
-            (f"{GREEDY}::test_with_so_few_blocks_that_sequences_are_preempted",)),
+            (f"{GREEDY}::test_with_so_few_blocks_that_sequences_are_preempted",
+             f"{SEEDED}::test_in_any_batch_shuffled_and_preempted_each_is_as_alone")),
     Feature("going on from tokens generated before", NONE, NONE, NONE,
-            (f"{OPTIONS}::test_a_row_resumed_from_its_tokens_ends_as_if_nothing_had_happened",
+            (f"{SEEDED}"
+             "::test_aborted_and_resumed_from_its_tokens_each_ends_as_if_nothing_had_happened",
              f"{SCORES}::test_what_an_earlier_attempt_generated_is_scored_again")),
     Feature("decoders of any class", NONE, "Transformers backend", "`AutoModelForCausalLM`",
             ("models/test_hf_decoder.py", "models/test_decoder.py")),

@@ -1,4 +1,4 @@
-"""Every option in one batch: each row's output is the one it has alone, whatever happens to it."""
+"""Each sampling option shows in an output, and the output obeys it."""
 
 import pytest
 
@@ -75,11 +75,6 @@ def requests():
     return pairs
 
 
-def words(output):
-    """What may not differ: all but the log-probabilities, whose last bits depend on the batch."""
-    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.completions]
-
-
 @pytest.fixture(scope="module")
 def alone(engine_of):
     """Each request's output when there is no other."""
@@ -119,51 +114,6 @@ def assert_obeys(completion, params, tokenizer):
     if params.stop and completion.finish_reason is FinishReason.STOP:
         assert completion.text.endswith(params.stop) == params.include_stop_str_in_output
         assert len(ids) > params.min_tokens
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_num_seqs": 64, "max_num_batched_tokens": 512},
-        {"max_num_seqs": 7, "max_num_batched_tokens": 13},
-    ],
-    ids=["few cuts", "many cuts"],
-)
-def test_in_one_batch_with_preemption_each_row_is_as_alone(engine_of, alone, config):
-    pairs = requests()
-    engine = engine_of(**config)
-    outputs = engine.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
-    assert engine.stats().num_preemptions > 0
-    for (_, params), output, lone in zip(pairs, outputs, alone, strict=True):
-        assert words(output) == words(lone), params
-
-
-def test_a_row_resumed_from_its_tokens_ends_as_if_nothing_had_happened(engine_of, alone):
-    pairs = requests()
-    engine = engine_of()
-    for number, (prompt, params) in enumerate(pairs):
-        engine.add_request(str(number), prompt, params)
-    ended, generated = {}, {}
-    for _ in range(60):
-        for update in engine.step():
-            if update.output is not None:
-                ended[update.request_id] = update.output
-    for number in range(len(pairs)):
-        if str(number) not in ended:
-            generated[str(number)] = engine.checkpoint(str(number))
-            engine.abort(str(number))
-    assert sum(any(map(len, tokens)) for tokens in generated.values()) > 3
-    second = engine_of()
-    for number, (prompt, params) in enumerate(pairs):
-        if str(number) in generated:
-            second.add_request(str(number), prompt, params, generated=generated[str(number)])
-    while second.has_unfinished:
-        for update in second.step():
-            if update.output is not None:
-                ended[update.request_id] = update.output
-        second.check()
-    for number, lone in enumerate(alone):
-        assert words(ended[str(number)]) == words(lone), pairs[number]
 
 
 def test_sixteen_samples_are_the_samples_asked_for_alone(engine_of):
