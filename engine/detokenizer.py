@@ -52,17 +52,23 @@ class Detokenizer:
             return ""
         return self._take(self._stream.add(token_ids), may_stop=may_stop)
 
-    def flush(self) -> str:
+    def flush(self, *, may_stop: bool = True) -> str:
         """The sequence has ended: return what was held back, which may yet hold a stop string."""
         if self.stopped_by is not None:
             return ""
-        safe = self._take(self._stream.end(), may_stop=True)
+        safe = self._take(self._stream.end(), may_stop=may_stop)
         return safe + self._release(len(self._held))
 
     def _take(self, text: str, *, may_stop: bool) -> str:
+        num_held = len(self._held)
         self._held += text
         if may_stop and text:
-            matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            # one that was whole before was passed over: it is text
+            matches = [
+                (at, stop)
+                for stop in self._stop
+                if (at := self._held.find(stop, max(0, num_held - len(stop) + 1))) >= 0
+            ]
             if matches:
                 at, self.stopped_by = min(matches, key=lambda match: match[0])
                 safe = self._release(at + len(self.stopped_by) * self._include_stop)

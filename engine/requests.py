@@ -42,7 +42,7 @@ class Sample:
             if self.loop_detector is not None:
                 looped = self.loop_detector.add(token_id) and may_stop
         if ending is not None or looped:
-            text += detokenizer.flush()
+            text += detokenizer.flush(may_stop=self.num_seen > params.min_tokens)
         self.num_seen += len(new_ids) - len(spoken)
         delta = Delta(sample_index=sequence.sample_index, token_ids=tuple(new_ids), text=text)
         if detokenizer.stopped_by is not None:

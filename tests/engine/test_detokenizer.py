@@ -190,6 +190,29 @@ def test_a_stop_string_below_min_tokens_is_text(letters):
     assert detokenizer.stopped_by == "ab"
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab", min_size=1, max_size=10),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    num_passed=st.integers(0, 6),
+)
+@example(text="aab", stop=["a", "aaa"], num_passed=2)
+def test_a_stop_string_whole_below_min_tokens_never_counts(letters, text, stop, num_passed):
+    """Also where it was held back as the beginning of another."""
+    detokenizer = Detokenizer(letters, stop=tuple(stop))
+    for place, token_id in enumerate(byte_ids(letters, text)):
+        detokenizer.add([token_id], may_stop=place >= num_passed)
+    detokenizer.flush()
+    ends = [
+        (end, end - len(each))
+        for end in range(num_passed + 1, len(text) + 1)
+        for each in stop
+        if text[:end].endswith(each)
+    ]
+    assert (detokenizer.stopped_by is not None) == bool(ends)
+    assert detokenizer.text == (text[: min(ends)[1]] if ends else text)
+
+
 def test_a_stop_string_passed_over_is_shown_at_once(letters):
     detokenizer = Detokenizer(letters, stop=("ab", "a longer one"))
     ids = byte_ids(letters, "xab!")

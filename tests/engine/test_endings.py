@@ -89,6 +89,21 @@ def test_a_loop_is_found_where_a_checkpoint_was_cut(engine_saying, cut):
     assert resumed == whole
 
 
+def test_a_stop_string_in_what_the_end_shows_counts_only_after_min_tokens(tokenizer):
+    """A character that stays half is shown at the end, as U+FFFD."""
+    half = tokenizer.encode_word("😀")[-1]
+    runner = ScriptedRunner(lambda _: half, vocab_size=tokenizer.vocab_size, block_size=4)
+    config = EngineConfig(model="scripted", block_size=4)
+    engine = LLMEngine(config, tokenizer=tokenizer, runner=runner)
+    reasons = [
+        completion_of(
+            engine, max_tokens=1, min_tokens=num, stop=("\N{REPLACEMENT CHARACTER}",)
+        ).finish_reason
+        for num in (0, 1)
+    ]
+    assert reasons == [FinishReason.STOP, FinishReason.LENGTH]
+
+
 def test_a_stop_string_goes_before_a_loop(engine_saying):
     completion = completion_of(engine_saying("eeeee"), repetition_detection=LOOP, stop=("eee",))
     assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, "eee")
