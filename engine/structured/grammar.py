@@ -32,6 +32,10 @@ LEARNT_BYTES_PER_S = 50e6
 KNOWN_MASK_S = 0.0002
 MAX_LEARNT_BYTES = STATES_MAX * 1024
 MAX_MESSAGE_CHARS = 300
+# Where only one text can follow, the library would allow the tokens alone that its own tokenization
+# has of it: not the model's, and special tokens where the text spells one. The last of such lines
+# counts, so that none in a client's grammar is stronger.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # what the library says, and what a client can do about it
 _PLAIN_WORDS = (
     (
@@ -83,7 +87,7 @@ def translate(form: StructuredOutputs) -> str:
     """
     try:
         if form.kind == "json":
-            return LLMatcher.grammar_from_json_schema(
+            source = LLMatcher.grammar_from_json_schema(
                 form.text,
                 # every option, so that none can come in by the schema's x-guidance
                 overrides={
@@ -96,11 +100,17 @@ def translate(form: StructuredOutputs) -> str:
                     "json_allow_general_unicode_escapes": False,
                 },
             )
-        if form.kind == "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(form.text))))
-        if form.kind == "regex":
-            return LLMatcher.grammar_from_regex(form.text)
-        return grammar_from("grammar", form.text)
+            schema = json.loads(source)["grammars"][0]["json_schema"]
+            lark = f"start: %json {json.dumps(schema, ensure_ascii=False)}"
+        elif form.kind == "grammar":
+            lark = grammar_from("grammar", form.text)
+        else:
+            regex = form.text
+            if form.kind == "choice":
+                regex = "|".join(map(_escaped, json.loads(form.text)))
+            source = LLMatcher.grammar_from_regex(regex)
+            lark = json.loads(source)["grammars"][0]["lark_grammar"]
+        return lark + _NO_FORCING
     except ValueError as error:
         raise GrammarError(plain_message(str(error))) from None
 

@@ -9,6 +9,7 @@ from llguidance import LLParserLimits
 from engine.structured.grammar import Grammar, GrammarError, load_vocabulary, translate
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer
+from tests.tiny_llama import SPECIAL_TOKENS
 
 EOS = 2
 
@@ -105,6 +106,32 @@ def test_an_expression_is_that_of_the_whole_text(accepts):
     assert accepts(form("regex", "^ab$"), "ab")
     assert not accepts(form("regex", "ab"), "abc")
     assert not accepts(form("regex", "b"), "ab")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "before", "next_"),
+    [
+        ("choice", '["the engine"]', "", "the engine"),
+        ("regex", "^the engine$", "", "the engine"),
+        ("json", '{"const": "the engine"}', '"', "the engine"),
+        ("grammar", 'root ::= "the engine"', "", "the engine"),
+        ("grammar", 'start: "the engine" // so', "", "the engine"),
+        ("grammar", '%llguidance {"no_forcing": false}\nstart: "the engine"', "", "the engine"),
+        ("choice", '["<|im_end|>"]', "", "<|im_end|>"),
+        ("json", '{"const": "<|im_start|>"}', '"', "<|im_start|>"),
+    ],
+)
+def test_where_one_text_can_follow_any_token_may_that_begins_it(
+    vocabulary, tokenizer, kind, text, before, next_
+):
+    """And a special token spells nothing, even there."""
+    state = Grammar(vocabulary, translate(form(kind, text))).state()
+    begins = {
+        token_id
+        for token_id in range(len(SPECIAL_TOKENS), tokenizer.vocab_size)
+        if (piece := tokenizer.decode([token_id])) and next_.startswith(piece)
+    }
+    assert allowed(state.mask(tokenizer.encode(before))) == begins
 
 
 def test_properties_come_in_the_order_of_the_schema(accepts):
