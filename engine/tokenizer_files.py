@@ -66,7 +66,7 @@ class TokenizerFiles:
         return cls(
             rust=rust,
             vocab_size=_positive_int(model_config, "vocab_size", folder),
-            max_model_len=_positive_int(model_config, "max_position_embeddings", folder),
+            max_model_len=_positive_int(model_config, _length_name(model_config), folder),
             eos_token_ids=_eos_token_ids(rust, generation_config, model_config, named),
             named_tokens=named,
             chat_template=templates.get("default"),
@@ -100,6 +100,11 @@ def _positive_int(config: dict[str, Any], name: str, folder: Path) -> int:
     if type(value) is not int or value < 1:
         raise TokenizerError(f"{folder / 'config.json'}: {name} must be at least 1, got {value!r}")
     return value
+
+
+def _length_name(config: dict[str, Any]) -> str:
+    """GPT-2 and what came of it (GPT-J, CodeGen, GPTBigCode) have a name of their own for it."""
+    return "n_positions" if "n_positions" in config else "max_position_embeddings"
 
 
 def _add_missing_tokens(
