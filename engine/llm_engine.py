@@ -139,7 +139,7 @@ class LLMEngine:
         seconds_left = min(_seconds(deadline_s), _seconds(params.timeout_s))
         if request_id in self._waiting_for_forms:
             raise ParameterError("request_id", f"request {request_id!r} is already here")
-        self._scheduler.check_capacity(len(prompt_ids), params)
+        self._scheduler.check_request(request_id, len(prompt_ids), params, generated)
         add = functools.partial(
             self._scheduler.add,
             request_id,

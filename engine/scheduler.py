@@ -118,16 +118,7 @@ class Scheduler:
         complete is finished at once. Raises ParameterError, and CapacityError when the request can
         never fit; then nothing has changed.
         """
-        if request_id in self._requests:
-            raise ParameterError("request_id", f"request {request_id!r} is already here")
-        counts = [len(token_ids) for token_ids in generated]
-        most = 0 if params.num_beams > 1 else params.max_tokens  # a search begins at the prompt
-        if len(counts) not in (0, params.n) or max(counts, default=0) > most:
-            raise ParameterError(
-                "generated",
-                f"generated must have {params.n} samples of at most {most} tokens, got {counts}",
-            )
-        self.check_capacity(len(prompt_ids), params)
+        self.check_request(request_id, len(prompt_ids), params, generated)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         sequences = [
@@ -260,8 +251,23 @@ class Scheduler:
         assert self._num_blocks_wanted == sum(map(self._seats.num_blocks_at_most, unfinished))
         self._blocks.check(self._running)
 
-    def check_capacity(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raises ParameterError, or CapacityError, for what could never be finished here."""
+    def check_request(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        generated: abc.Sequence[abc.Sequence[int]],
+    ) -> None:
+        """Raises what `add` would, which may be called later."""
+        if request_id in self._requests:
+            raise ParameterError("request_id", f"request {request_id!r} is already here")
+        counts = [len(token_ids) for token_ids in generated]
+        most = 0 if params.num_beams > 1 else params.max_tokens  # a search begins at the prompt
+        if len(counts) not in (0, params.n) or max(counts, default=0) > most:
+            raise ParameterError(
+                "generated",
+                f"generated must have {params.n} samples of at most {most} tokens, got {counts}",
+            )
         check_capacity(
             num_prompt_tokens,
             params,

@@ -86,6 +86,24 @@ def test_what_can_never_fit_is_refused_before_its_form_is_compiled(engine):
     assert not engine.has_unfinished
 
 
+@pytest.mark.parametrize(
+    ("request_id", "generated", "param"),
+    [
+        ("here", (), "request_id"),
+        ("new", [[5], [6]], "generated"),
+        ("new", [[5] * 21], "generated"),
+    ],
+)
+def test_what_the_scheduler_would_refuse_is_refused_at_once(engine, request_id, generated, param):
+    """Later it would end a request that runs under the same name, or break an abort."""
+    engine.add_request("here", "the quick", FREE)
+    with pytest.raises(ParameterError) as caught:
+        engine.add_request(request_id, "the quick", asking(regex("ab")), generated=generated)
+    assert caught.value.param == param
+    ended, refused = run(engine)
+    assert (set(ended), refused) == ({"here"}, {})
+
+
 def test_generate_computes_nothing_when_a_form_cannot_be_used(engine):
     with pytest.raises(ParameterError, match="unclosed"):
         engine.generate(["the quick"] * 2, [FREE, asking(regex("(a"))])
