@@ -21,7 +21,7 @@ class SequenceState(StrEnum):
 class TokenFilter(Protocol):
     """What may come next in a sequence whose output must have a form."""
 
-    cost_s: float  # seconds that the last mask took
+    cost_s: float  # seconds that the last mask took, or the first is expected to
 
     def mask(self, generated_ids: abc.Sequence[int]) -> bytes:
         """One bit for each id, lowest first. Raises ValueError: from here on nothing may come."""

@@ -142,6 +142,7 @@ class Grammar:
         self._source = source
         self._start = self._built()
         self.learnt_bytes = 0  # an estimate
+        self.first_cost_s = 0.0  # of the last mask at the beginning of an output
 
     def state(self) -> "GrammarState":
         return GrammarState(self)
@@ -173,7 +174,9 @@ class GrammarState:
         self._grammar = grammar
         self._matcher = grammar.fresh()
         self._ids: list[int] = []  # taken in
-        self.cost_s = 0.0  # of the last mask
+        self.cost_s = (
+            grammar.first_cost_s
+        )  # of the last mask; at first, of what the first took before
 
     def mask(self, generated_ids: Sequence[int]) -> bytes:
         """One bit for each id, lowest first: whether it may follow the generated ids.
@@ -190,6 +193,8 @@ class GrammarState:
         finally:
             self.cost_s = perf_counter() - began
             self._grammar.note_mask(self.cost_s)
+            if not generated_ids:
+                self._grammar.first_cost_s = self.cost_s
 
     def catch_up(self, generated_ids: Sequence[int]) -> None:
         """Take in ids beforehand, where it holds nobody up. What is wrong with them shows later."""

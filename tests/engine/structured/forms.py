@@ -4,6 +4,7 @@ import json
 import random
 import re
 import string
+from collections.abc import Callable
 
 import jsonschema
 
@@ -101,10 +102,19 @@ def pattern(rng: random.Random, depth: int = 2) -> str:
 
 
 def random_forms(num_schemas: int, num_patterns: int, seed: int) -> list[StructuredOutputs]:
+    """So many of each, no two alike."""
     rng = random.Random(seed)
-    schemas = [json.dumps(schema(rng), ensure_ascii=False) for _ in range(num_schemas)]
+    schemas = _drawn(num_schemas, lambda: json.dumps(schema(rng), ensure_ascii=False))
     forms = [StructuredOutputs(kind="json", text=text) for text in schemas]
-    return forms + [StructuredOutputs(kind="regex", text=pattern(rng)) for _ in range(num_patterns)]
+    patterns = _drawn(num_patterns, lambda: pattern(rng))
+    return forms + [StructuredOutputs(kind="regex", text=text) for text in patterns]
+
+
+def _drawn(number: int, draw: Callable[[], str]) -> list[str]:
+    texts: dict[str, None] = {}
+    while len(texts) < number:
+        texts[draw()] = None
+    return list(texts)
 
 
 def judge(form: StructuredOutputs, text: str) -> None:

@@ -276,6 +276,27 @@ def test_the_cache_is_bounded_in_bytes(compiler, monkeypatch):
     assert 1 <= compiler.num_cached <= 8
 
 
+def test_however_many_forms_come_memory_is_bounded(compiler):
+    """5,000 of them once took no more: 256 kept, 32 MiB by the estimate, 32 MiB of the process."""
+    process = psutil.Process()
+    names = [f"field{i}" for i in range(compiling.MAX_CACHED + 100)]
+    schemas = [
+        {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+        for name in names
+    ]
+    before = process.memory_info().rss
+    opened = [
+        compiler.open(StructuredOutputs(kind="json", text=json.dumps(each)), (), 1)
+        for each in schemas
+    ]
+    while opened:
+        assert opened.pop(0).result(ANSWER_S)
+        assert compiler.num_cached <= compiling.MAX_CACHED
+        assert compiler.cached_bytes <= compiling.MAX_CACHED_BYTES
+    assert compiler.num_cached == compiling.MAX_CACHED
+    assert process.memory_info().rss - before < 128 << 20
+
+
 def test_what_a_lexer_learns_counts_too(compiler, tokenizer, monkeypatch):
     (state,) = compiler.open(regex(".*a.{30}"), (), 1).result(ANSWER_S)
     monkeypatch.setattr(grammar, "KNOWN_MASK_S", 0.0)  # every mask teaches it something

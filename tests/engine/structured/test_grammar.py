@@ -201,3 +201,13 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_an_error_of_the_form(tokeniz
     spec = json.loads(tokenizer.to_json()) | {"decoder": None}
     with pytest.raises(GrammarError, match="tokenizer"):
         load_vocabulary(json.dumps(spec), 384, {EOS})
+
+
+def test_an_output_not_begun_is_expected_to_cost_what_others_cost_at_their_beginning(vocabulary):
+    """So that a row need not spend the time first, to be told that it was too much."""
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}
+    grammar = Grammar(vocabulary, translate(form("json", json.dumps(wide))))
+    assert grammar.state().cost_s == 0.0
+    first = grammar.state()
+    first.mask([])
+    assert grammar.state().cost_s == first.cost_s > 0.0

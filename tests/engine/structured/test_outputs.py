@@ -46,6 +46,7 @@ def regex(text):
 
 def test_random_forms_are_kept_beside_free_rows(engine):
     forms = random_forms(120, 80, seed=11)
+    assert len({form.text for form in forms}) == 200
     requests = [asking(form, i, n=4 if i % 25 == 0 else 1) for i, form in enumerate(forms)]
     mixed = []
     for index, params in enumerate(requests):

@@ -3,7 +3,7 @@
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
-from engine.structured.pacing import FREE_S, Pacer
+from engine.structured.pacing import ORDINARY_S, Pacer
 
 STEP_S = 0.030
 
@@ -55,8 +55,14 @@ def test_cheap_masks_rest_nobody():
     assert counts == [50] * 5
 
 
+def test_however_many_ordinary_masks_rest_nobody():
+    """A hundred rows with JSON are no reason to hold them up for the sake of one without."""
+    counts, _ = drive(rows(None, *[ORDINARY_S] * 100), 50)
+    assert counts == [50] * 101
+
+
 def test_neighbours_keep_four_fifths_of_their_speed():
-    for costs in ([0.1], [0.02] * 8, [0.003] * 20, [FREE_S * 0.9] * 40, [0.5, 0.001, 0.02]):
+    for costs in ([0.1], [0.02] * 8, [0.003] * 20, [ORDINARY_S * 1.1] * 40, [0.5, 0.001, 0.02]):
         counts, total_s = drive(rows(None, None, *costs), 2000)
         assert counts[:2] == [2000, 2000]
         assert total_s <= 2000 * STEP_S * 1.25, costs
