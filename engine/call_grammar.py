@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from engine.exclusive_bounds import with_fractions
 from engine.reply import CALL, END_CALL, END_THINK, THINK, ToolFormat
 from engine.structured_outputs import BOUNDED_WHITESPACE
 
@@ -53,7 +54,8 @@ def call_grammar(
         function = tool["function"]
         beginning = json.dumps(f'{{"name": "{function["name"]}", "{key}": ')
         # one without a type would let anything be the arguments
-        schema = {**function["parameters"], "type": "object", "x-guidance": _GUIDANCE}
+        parameters = with_fractions(function["parameters"])
+        schema = {**parameters, "type": "object", "x-guidance": _GUIDANCE}
         lines += [
             f'call{i}: {beginning} arguments{i} "}}"',
             f"arguments{i}: %json {json.dumps(schema, ensure_ascii=False)}",

@@ -6,6 +6,8 @@ import random
 import pytest
 from llguidance import LLParserLimits
 
+from engine.call_grammar import call_grammar
+from engine.reply import ToolFormat
 from engine.structured.grammar import Grammar, GrammarError, load_vocabulary, translate
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer
@@ -132,6 +134,43 @@ def test_where_one_text_can_follow_any_token_may_that_begins_it(
         if (piece := tokenizer.decode([token_id])) and next_.startswith(piece)
     }
     assert allowed(state.mask(tokenizer.encode(before))) == begins
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.5 0.1 0.000001", "0 0.0 -0 0.51"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0.5", "0 0.0 1 1.0"),
+        ({"exclusiveMinimum": 10.0, "maximum": 10.5}, "10.5 10.01", "10 10.0 10.6"),
+        ({"minimum": -2.5, "exclusiveMaximum": -2}, "-2.5 -2.01", "-2 -2.0 -1.9"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "-0.5 -0.01", "0 -0 -0.0 0.0"),
+        ({"exclusiveMinimum": 0}, "1 0.1 12.5", "0 -0 0.0 -1"),
+    ],
+)
+def test_an_exclusive_bound_is_no_number_of_the_form(accepts, bounds, inside, outside):
+    alone = {"type": "number", **bounds}
+    apart = {"type": "number", "allOf": [{name: bound} for name, bound in bounds.items()]}
+    forms = [form("json", json.dumps(schema)) for schema in (alone, apart)]
+    call = {
+        "function": {"name": "f", "parameters": {"properties": {"x": alone}, "required": ["x"]}}
+    }
+    grammar = call_grammar(
+        [call], tool_format=ToolFormat.BARE_JSON, tag_tokens=(), in_thought=False, thinks=False,
+        parallel=False,
+    )  # fmt: skip
+    for texts, wanted in ((inside, True), (outside, False)):
+        for text in texts.split():
+            assert [accepts(each, text) for each in forms] == [wanted] * 2, text
+            said = f'{{"name": "f", "parameters": {{"x":{text}}}}}'
+            assert accepts(form("grammar", grammar), said) == wanted, text
+
+
+def test_bounds_of_whole_numbers_and_what_only_looks_like_bounds_stay(accepts):
+    whole = {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3}
+    asked = form("json", json.dumps(whole))
+    assert [n for n in range(-1, 5) if accepts(asked, str(n))] == [1, 2]
+    named = {"const": {"exclusiveMinimum": 0}}
+    assert accepts(form("json", json.dumps(named)), '{"exclusiveMinimum":0}')
 
 
 def test_properties_come_in_the_order_of_the_schema(accepts):
