@@ -273,10 +273,10 @@ def _check(setting: Field[Any], value: Any) -> None:
             raise SettingsError(name, "must start with sqlite:/// or postgresql://")
         if value.startswith("sqlite") and not re.match(r"[^:]+:///(?!:memory:)[^?]", value):
             raise SettingsError(name, "must name a file: sqlite:///PATH")
+        if value.startswith("postgres"):
+            _check_postgres(name, value)
     elif setting.name == "redis_url":
-        scheme = urlsplit(value).scheme
-        if scheme not in ("redis", "rediss", "unix", "redis+socket"):
-            raise SettingsError(name, "must start with redis://, rediss:// or unix://")
+        _check_redis(name, value)
     elif limits["choices"] is not None and value not in limits["choices"]:
         raise SettingsError(name, f"must be one of {', '.join(limits['choices'])}, got {value!r}")
     elif setting.name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
@@ -286,3 +286,29 @@ def _check(setting: Field[Any], value: Any) -> None:
         within = low <= value <= high  # NaN is not
         if not within:
             raise SettingsError(name, f"must be in [{low:g}, {high:g}], got {value:g}")
+
+
+# a URL may hold a password: neither of these repeats it
+
+
+def _check_redis(name: str, url: str) -> None:
+    if not re.match(r"(rediss?|unix|redis\+socket)://", url):
+        raise SettingsError(name, "must start with redis://, rediss:// or unix://")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # read only when asked for
+    except ValueError:
+        raise SettingsError(name, "has a host or port that cannot be read") from None
+    if parts.scheme in ("redis", "rediss") and not re.fullmatch(r"/?\d*", parts.path):
+        raise SettingsError(name, "must end with the number of a database, or with the port")
+
+
+def _check_postgres(name: str, url: str) -> None:
+    from jobs.database import DatabaseURLError, parse_url  # SQLAlchemy: only where it is needed
+
+    try:
+        port = parse_url(url).port
+    except DatabaseURLError:
+        port = -1
+    if port is not None and not 0 < port < 1 << 16:
+        raise SettingsError(name, "has a host or port that cannot be read")

@@ -63,7 +63,14 @@ def test_values_are_read_by_their_type():
         ("TOKENMILL_MODELS", "a,a", "must list different models"),
         ("TOKENMILL_MODELS", "../up=/x", "names must be"),
         ("DATABASE_URL", "mysql://u:secret@h/d", "must start with sqlite:/// or postgresql://"),
+        ("DATABASE_URL", "postgresql://u:secret@[::1/d", "has a host or port that cannot be read"),
+        ("DATABASE_URL", "postgresql://u:secret@h:port/d", "has a host or port"),
+        ("DATABASE_URL", "postgresql://u:secret@h:65536/d", "has a host or port"),
         ("REDIS_URL", "http://h", "must start with redis://"),
+        ("REDIS_URL", "redis://:secret@[::1/0", "has a host or port that cannot be read"),
+        ("REDIS_URL", "redis://:secret@h:port/0", "has a host or port"),
+        ("REDIS_URL", "redis://:secret@h:65536/0", "has a host or port"),
+        ("REDIS_URL", "redis://:secret@h:6379/jobs", "must end with the number of a database"),
     ],
 )
 def test_a_bad_value_names_its_variable(name, value, words):
@@ -73,6 +80,21 @@ def test_a_bad_value_names_its_variable(name, value, words):
     assert str(caught.value).startswith(name)
     assert words in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("DATABASE_URL", "postgresql://u:p#/?s@h/d"),
+        ("DATABASE_URL", "postgresql://u@[::1]:5432/d"),
+        ("DATABASE_URL", "postgresql:///d?host=/run/postgresql"),
+        ("REDIS_URL", "redis://:p@ss@h:1/15"),
+        ("REDIS_URL", "rediss://u:p@[::1]:6379?ssl_cert_reqs=none"),
+        ("REDIS_URL", "redis://h/"),
+    ],
+)
+def test_unusual_addresses_are_taken_as_they_are(name, url):
+    assert getattr(Settings.from_env({name: url}), name.lower()) == url
 
 
 def test_a_password_is_not_shown_when_settings_are():
