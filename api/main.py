@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 5  # for replies under way; long-polls and streams are ended at once
 MAX_CONNECTIONS_WAITING = 2048
+# longer than clients and proxies keep an idle connection (OpenAI's client 5 s, nginx 60 s): who
+# closes first must not be us, or a call on its way is lost
+KEEP_ALIVE_S = 75
 
 
 class Server(uvicorn.Server):
@@ -36,6 +39,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nothing here trusts where a client says it comes from
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)

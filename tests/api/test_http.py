@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 
 import httpx
 import pytest
@@ -96,3 +97,12 @@ def test_rubbish_behind_a_half_sent_reply_ends_the_connection(sqlite_client):
     assert first.startswith(b"HTTP/1.1 400")
     assert b'"code":"invalid_http"' in second
     assert submit(sqlite_client)["status"] == "queued"
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it(sqlite_client):
+    address = (sqlite_client.base_url.host, sqlite_client.base_url.port)
+    with socket.create_connection(address, timeout=10) as link:
+        for pause_s in (6.0, 0.0):  # OpenAI's client keeps one for five seconds
+            link.sendall(b"GET /health/live HTTP/1.1\r\n" + HOST + b"\r\n")
+            assert link.recv(65536).startswith(b"HTTP/1.1 200")
+            time.sleep(pause_s)
