@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from jobs.database import Database
+from jobs.database import Database, trouble
 from jobs.events import Channel, Publisher
 from jobs.runway import Runway, RunwayDown
 from jobs.settings import Settings
@@ -69,10 +69,10 @@ class Hints:
             try:
                 self._tell()
             except (RunwayDown, RedisError, KombuError, OSError) as error:
-                logger.warning("hints dropped: error=%s", type(error).__name__)
+                logger.warning("hints dropped: error=%s", error)
                 self._stop.wait(PAUSE_S)
             except (DBAPIError, PoolTimeoutError) as error:
-                logger.warning("runway not refilled: error=%s", type(error).__name__)
+                logger.warning("runway not refilled: %s", trouble(error))
                 self._stop.wait(PAUSE_S)
 
     def _tell(self) -> None:

@@ -4,6 +4,7 @@ A commit whose answer was lost is reported the same way: nothing is claimed to b
 not be, and a client that repeats its call with its Idempotency-Key finds what the commit did.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, TimeoutError
 
 from api.errors import Unavailable
 from api.pool import Pool
-from jobs.database import Database, transient
+from jobs.database import Database, transient, trouble
 
 R = TypeVar("R")
 
@@ -24,12 +25,23 @@ class Sql:
     def __init__(self, database: Database, pool: Pool) -> None:
         self.database = database
         self.pool = pool
+        self._trouble: tuple[float, str] | None = None  # of the last write: monotonic time, what
 
     async def read(self, statement: Callable[[Connection, float], R]) -> R:
         return await self.pool.run(self._read, statement)
 
     async def write(self, statement: Callable[[Connection, float], R]) -> R:
         return await self.pool.run(self._write, statement)
+
+    def write_trouble(self, within_s: float) -> str | None:
+        """What kept the last write from being done, if that was so lately; None when it was done.
+
+        A database may answer every question and refuse every write.
+        """
+        trouble = self._trouble
+        if trouble is None or time.monotonic() - trouble[0] > within_s:
+            return None
+        return trouble[1]
 
     def close(self) -> None:
         self.pool.close()
@@ -40,8 +52,14 @@ class Sql:
             return statement(connection, self.database.clock(connection))
 
     def _write(self, statement: Callable[[Connection, float], R]) -> R:
-        with _away_is_503(), self.database.begin() as connection:
-            return statement(connection, self.database.clock(connection))
+        try:
+            with _away_is_503(), self.database.begin() as connection:
+                result = statement(connection, self.database.clock(connection))
+        except Unavailable as error:
+            self._trouble = (time.monotonic(), error.message)
+            raise
+        self._trouble = None
+        return result
 
 
 @contextmanager
@@ -52,4 +70,4 @@ def _away_is_503() -> Iterator[None]:
     except (DBAPIError, TimeoutError) as error:
         if not transient(error):
             raise
-        raise Unavailable("the database does not answer", code="database_unavailable") from error
+        raise Unavailable(trouble(error), code="database_unavailable") from error

@@ -47,6 +47,7 @@ def sweeper() -> None:
     settings = settings_of(environment())
     from sqlalchemy.exc import DBAPIError
 
+    from jobs.store import WrongSchema
     from worker.sweeper import run
 
     stop = threading.Event()
@@ -54,6 +55,8 @@ def sweeper() -> None:
         signal.signal(number, lambda *_: stop.set())
     try:
         run(settings, stop)
+    except WrongSchema as error:
+        raise click.ClickException(str(error)) from None
     except DBAPIError as error:  # a database that is away is waited for: this one never serves
         reason = str(error).partition("\n")[0]  # further lines hold the statement
         raise click.ClickException(f"the database cannot be used: {reason}") from None

@@ -241,7 +241,7 @@ class Service:
         finally:
             database.dispose()
         if not current:
-            raise StartError("the database's schema is not this version's: run `tokenmill migrate`")
+            raise StartError(str(store.WrongSchema()))
 
     def _wait_until_ready(self) -> None:
         assert self._supervisor is not None

@@ -30,6 +30,10 @@ _WRITES = "tokenmill_writes"
 
 _SQLITE_CLOCK = "(julianday('now') - 2440587.5) * 86400.0"
 _POSTGRES_CLOCK = "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+# the disk may be mended, the writer may end
+_TRANSIENT_SQLITE = frozenset(
+    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL}
+)
 # serialization failure, deadlock, lock timeout, server going down or not yet up
 _TRANSIENT_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
 
@@ -115,13 +119,28 @@ def transient(error: BaseException) -> bool:
     if error.connection_invalidated:
         return True
     if isinstance(error.orig, sqlite3.OperationalError):
-        # BUSY, LOCKED, FULL, IOERR: the disk may be mended, the writer may end
-        return (getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in (5, 6, 10, 13)
+        return (getattr(error.orig, "sqlite_errorcode", 0) & 0xFF) in _TRANSIENT_SQLITE
     sqlstate = getattr(error.orig, "sqlstate", None)
     if sqlstate is None:
         return isinstance(error, OperationalError)  # psycopg: the server could not be reached
     # 08: connection; 53: out of disk, memory or connections
     return sqlstate in _TRANSIENT_SQLSTATES or sqlstate[:2] in ("08", "53")
+
+
+def trouble(error: BaseException) -> str:
+    """What a transient error is about, without the statement or the values that it quotes."""
+    cause = getattr(error, "orig", None)
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    sqlstate = str(getattr(cause, "sqlstate", None))
+    if code == sqlite3.SQLITE_FULL or sqlstate == "53100":
+        return "the database's disk is full"
+    if code == sqlite3.SQLITE_IOERR:
+        return "the database's disk is full or fails"  # SQLite says the one or the other
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "the database is busy with another writer"
+    if sqlstate.startswith("53"):
+        return "the database has no memory or no connection left"
+    return "the database does not answer"
 
 
 # a half-open connection is noticed in about 15 s; a frozen process loses its locks after 30 s, else

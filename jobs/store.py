@@ -4,7 +4,8 @@ Every function takes an open connection and `now`, seconds by the database's clo
 
 StoreError
 ├── IdempotencyConflict
-└── UnknownCursor
+├── UnknownCursor
+└── WrongSchema
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from sqlalchemy import (
     Connection,
     func,
     insert,
+    inspect,
     literal_column,
     null,
     select,
@@ -24,7 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs.lifecycle import NEXT, TERMINAL, JobState
-from jobs.models import LOST, idempotency_keys, jobs, workers
+from jobs.models import LOST, Base, idempotency_keys, jobs, workers
 from jobs.records import (
     RECORD_COLUMNS,
     JobRecord,
@@ -36,9 +38,9 @@ from jobs.records import (
 from jobs.rows import decode, encode
 
 __all__ = [
-    "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", 
-    "UnknownCursor", "WorkerInfo", "WorkerRecord", "cancel", "counts", "ended", "get", "list_jobs",
-    "live_workers", "new_job_id",  "submit", 
+    "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "UnknownCursor",
+    "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "ended", "get", "list_jobs",
+    "live_workers", "need_schema", "new_job_id", "submit",
 ]  # fmt: skip
 
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
@@ -65,6 +67,13 @@ class UnknownCursor(StoreError):
     def __init__(self, after: str) -> None:
         super().__init__(f"no job {after!r} to list after")
         self.after = after
+
+
+class WrongSchema(StoreError):
+    """The tables are not there, or those of another version."""
+
+    def __init__(self) -> None:
+        super().__init__("the database's schema is not this version's: run `tokenmill migrate`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,20 @@ def submit(
     if records:
         connection.execute(insert(jobs), [record.row() for record in records])
     return Submitted(records, replayed=False)
+
+
+def need_schema(connection: Connection) -> None:
+    """Raises WrongSchema unless every table has the columns this version reads and writes.
+
+    Whoever took jobs on other tables would fail at their results and use up their attempts.
+    """
+    inspector = inspect(connection)
+    for table in Base.metadata.sorted_tables:
+        found: set[str] = set()
+        if inspector.has_table(table.name):
+            found = {column["name"] for column in inspector.get_columns(table.name)}
+        if not found.issuperset(column.name for column in table.columns):
+            raise WrongSchema
 
 
 def get(connection: Connection, job_id: str) -> JobRecord | None:

@@ -68,6 +68,7 @@ class EngineClient:
         self.ready: Ready | None = None  # of the process now running; None while there is none
         self.num_steps = 0  # of the process now running, as it last said
         self.num_restarts = 0
+        self.failing = False  # the last process ended before its model was loaded
 
     @property
     def pid(self) -> int | None:
@@ -132,6 +133,7 @@ class EngineClient:
         with contextlib.suppress(EOFError, OSError):
             self._read(pipe)
         was_ready, self.ready = self.ready, None
+        self.failing = was_ready is None
         process.kill()  # of no use without its pipe, if it still lives
         status = process.wait()
         ending = self._start_error or (
@@ -176,7 +178,7 @@ class EngineClient:
                     self.num_steps = stepped.num_steps
                     self._events.on_stepped(stepped)
                 case Ready() as ready:
-                    self.ready = ready
+                    self.ready, self.failing = ready, False
                     logger.info("engine process %d ready: load_s=%.2f", ready.pid, ready.load_s)
                     self._events.on_ready(ready)
                     self._settled.set()

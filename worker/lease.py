@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import claims
-from jobs.database import Database, transient
+from jobs import claims, store
+from jobs.database import Database, transient, trouble
 from jobs.events import Subscription
 from jobs.records import WorkerInfo
 from worker.dispatcher import Dispatcher
@@ -79,7 +79,10 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self, poll: Callable[[], None]) -> None:
-        """Open the lease; `poll` runs while the database is away, and may raise."""
+        """Open the lease; `poll` runs while the database is away, and may raise.
+
+        Raises WrongSchema.
+        """
         while not self._try(self._register):
             poll()
             time.sleep(0.5)
@@ -90,8 +93,9 @@ class LeaseKeeper:
         """End the lease: what is still ours in SQL, if anything, is free for others at once."""
         self._stopping.set()
         self._news.set()
-        if self._thread is not None:
-            self._thread.join(STOP_S)
+        if self._thread is None:
+            return  # never opened
+        self._thread.join(STOP_S)
         if not self._away:
             self._try(self._unregister)
 
@@ -132,6 +136,7 @@ class LeaseKeeper:
 
     def _register(self) -> None:
         with self._database.begin() as connection:
+            store.need_schema(connection)
             now = self._database.clock(connection)
             claims.register_worker(connection, self._info, now=now, lease_s=self._lease_s)
 
@@ -146,6 +151,7 @@ class LeaseKeeper:
             **self._dispatcher.stats(),
             "engine_pid": self._engine.pid,
             "engine_restarts": self._engine.num_restarts,
+            "engine_failing": self._engine.failing,
         }
         try:
             with self._database.begin() as connection:
@@ -173,7 +179,7 @@ class LeaseKeeper:
             if not transient(error):
                 raise
             if not self._away:
-                logger.warning("no beat: database away (%s)", type(error).__name__)
+                logger.warning("no beat: database away: %s", trouble(error))
             self._away = True
             return False
         self._away = False

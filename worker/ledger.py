@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from jobs import claims, finishing, store
 from jobs.claims import Checkpoint, ClaimedJob, Held
-from jobs.database import Database, transient
+from jobs.database import Database, transient, trouble
 from jobs.finishing import JobResult
 from jobs.lifecycle import TERMINAL, JobState, error_object
 from jobs.records import NewJob
@@ -188,7 +188,9 @@ class Ledger:
                 if not transient(error):
                     raise
                 if tries == 0:
-                    logger.warning("database away, %d entries wait: %s", len(window), _kind(error))
+                    logger.warning(
+                        "database away, %d entries wait: %s", len(window), trouble(error)
+                    )
                 if self._abandoned.wait(RETRY_WAITS_S[min(tries, len(RETRY_WAITS_S) - 1)]):
                     return None
             else:
@@ -322,8 +324,3 @@ def _result(entry: Finish, elapsed: float) -> JobResult:
         wasted_tokens=entry.wasted_tokens,
         first_token_at=None if outcome.first_token_at is None else elapsed + outcome.first_token_at,
     )
-
-
-def _kind(error: SQLAlchemyError) -> str:
-    """The kind of an error, without the statement and the values it quotes."""
-    return type(getattr(error, "orig", None) or error).__name__

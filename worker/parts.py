@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from engine.config import EngineConfig
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import TokenizerError
+from jobs import store
 from jobs.database import Database
 from jobs.events import Channel, Publisher, Subscription
 from jobs.records import WorkerInfo
@@ -110,9 +111,9 @@ class Parts:
             self._lease.start(poll)
         except SQLAlchemyError as error:
             kind = type(getattr(error, "orig", None) or error).__name__
-            raise StartError(
-                f"the database cannot be used ({kind}); is its schema there? `tokenmill migrate`"
-            ) from error
+            raise StartError(f"the database cannot be used ({kind})") from error
+        except store.WrongSchema as error:
+            raise StartError(str(error)) from error
         self.ledger.start()
         self.dispatcher.start()
 

@@ -11,9 +11,9 @@ import time
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import sweep
+from jobs import store, sweep
 from jobs.celery_app import make_app
-from jobs.database import Database, transient
+from jobs.database import Database, transient, trouble
 from jobs.events import Channel, Publisher
 from jobs.lifecycle import TERMINAL
 from jobs.runway import Runway, RunwayDown
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(settings: Settings, stop: threading.Event) -> None:
-    """Sweep every `sweep_s` seconds until `stop` is set."""
+    """Sweep every `sweep_s` seconds until `stop` is set. Raises WrongSchema."""
     with Sweeper(settings) as sweeper:
         while not stop.wait(settings.sweep_s):
             sweeper.sweep()
@@ -41,6 +41,7 @@ class Sweeper:
         self._publisher = Publisher(settings)
         self._away: set[str] = set()  # of "database" and "redis", as the log knows it
         self._purge_due = 0.0
+        self._schema_known = False
 
     def sweep(self) -> None:
         """One pass. What cannot be done now is left to the next."""
@@ -50,11 +51,11 @@ class Sweeper:
             self._runway.refill(self._database)
             self._reached("redis")
         except RunwayDown as error:
-            self._missed("redis", error)
+            self._missed("redis", str(error))
         except SQLAlchemyError as error:
             if not transient(error):
                 raise
-            self._missed("database", error)
+            self._missed("database", trouble(error))
 
     def close(self) -> None:
         self._runway.close()
@@ -69,6 +70,9 @@ class Sweeper:
 
     def _rescue(self) -> None:
         with self._database.begin() as connection:
+            if not self._schema_known:
+                store.need_schema(connection)
+                self._schema_known = True
             now = self._database.clock(connection)
             reaped = sweep.reap(connection, now)
             expired = sweep.expire(connection, now)
@@ -82,9 +86,9 @@ class Sweeper:
         ended = [job.id for job in reaped if job.state in TERMINAL] + expired
         self._publisher.publish(Channel.ENDED, ended)
 
-    def _missed(self, server: str, error: Exception) -> None:
+    def _missed(self, server: str, why: str) -> None:
         if server not in self._away:
-            logger.warning("%s away (%s), trying on", server, type(error).__name__)
+            logger.warning("%s away, trying on: %s", server, why)
         self._away.add(server)
 
     def _reached(self, server: str) -> None:

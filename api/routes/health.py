@@ -5,14 +5,18 @@ from dataclasses import dataclass
 
 import redis.asyncio
 from fastapi import APIRouter
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
+from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api.errors import ApiError, json_response
 from api.services import Services, ServicesDep
 from jobs import store
+from jobs.records import WorkerRecord
 
 CHECK_TIMEOUT_S = 3.0
+WRITE_TROUBLE_S = 10.0  # a full disk still answers: what it said of a write counts for so long
+PROBE_S = 10  # of the key that shows whether Redis takes what is written
 
 router = APIRouter()
 
@@ -36,7 +40,7 @@ async def ready(services: ServicesDep) -> Response:
     Jobs are accepted whenever the database is there: without Redis or a worker they wait.
     """
     reasons, (redis_reasons, warnings) = await asyncio.gather(
-        _database_and_workers(services), _redis(services.redis)
+        _database_and_workers(services), _redis(services.redis, services.settings.key_prefix)
     )
     reasons += redis_reasons
     return json_response(
@@ -52,22 +56,41 @@ async def ready(services: ServicesDep) -> Response:
 async def _database_and_workers(services: Services) -> list[Finding]:
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            workers = await services.sql.read(store.live_workers)
-    except (ApiError, TimeoutError):
+            workers = await services.sql.read(_workers)
+    except store.WrongSchema as error:
+        return [Finding("schema", str(error))]
+    except ApiError as error:
+        return [Finding("database", error.message)]
+    except TimeoutError:
         return [Finding("database", "the database does not answer")]
+    findings = []
+    if (trouble := services.sql.write_trouble(WRITE_TROUBLE_S)) is not None:
+        findings.append(Finding("database", trouble))
     served = {worker.model for worker in workers}
-    return [
-        Finding("worker", f"no live worker for model {model}")
-        for model in services.door.models
-        if model not in served
-    ]
+    able = {worker.model for worker in workers if not worker.stats.get("engine_failing")}
+    for model in services.door.models:
+        if model not in served:
+            findings.append(Finding("worker", f"no live worker for model {model}"))
+        elif model not in able:
+            message = f"the engine of model {model} does not start: see its worker's log"
+            findings.append(Finding("engine", message))
+    return findings
 
 
-async def _redis(client: "redis.asyncio.Redis") -> tuple[list[Finding], list[Finding]]:
+def _workers(connection: Connection, now: float) -> list[WorkerRecord]:
+    store.need_schema(connection)
+    return store.live_workers(connection, now)
+
+
+async def _redis(
+    client: "redis.asyncio.Redis", key_prefix: str
+) -> tuple[list[Finding], list[Finding]]:
     """Reasons and warnings."""
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            await client.ping()
+            await client.set(f"{key_prefix}probe", "", ex=PROBE_S)
+    except ResponseError as error:  # out of memory, its disk full, a replica
+        return [Finding("redis", f"Redis refuses to write: {error}; accepted jobs wait")], []
     except (RedisError, OSError, TimeoutError):
         return [Finding("redis", "Redis does not answer; accepted jobs wait for it")], []
     try:

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
+from sqlalchemy import text
 
+import jobs.database
 import migrations
 from cli.servers import Postgres
+from jobs.database import Database
 from jobs.settings import ModelEntry, Settings
 from tests.api.conftest import MODEL, completion, error_of, process, serving, submit, until
 
@@ -73,6 +76,59 @@ def test_a_locked_sqlite_is_a_503(sqlite_settings, monkeypatch):
             writer.execute("ROLLBACK")
         assert len(client.get("/v1/jobs").json()["data"]) == 1
         submit(client)
+
+
+@contextlib.contextmanager
+def full_disk_of_sqlite(settings, monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr("tests.api.test_outages.MAX_PAGES", 1)  # no more than there are
+    yield
+    monkeypatch.undo()
+
+
+@contextlib.contextmanager
+def full_disk_of_postgres(settings, monkeypatch) -> Iterator[None]:
+    """As the server says it where no file can grow."""
+    raising = "BEGIN RAISE EXCEPTION 'could not extend file' USING ERRCODE = 'disk_full'; END"
+    database = Database(settings.database_url)
+    with database.begin() as connection:
+        connection.execute(
+            text(f"CREATE FUNCTION disk_full() RETURNS trigger LANGUAGE plpgsql AS $${raising}$$")
+        )
+        connection.execute(
+            text("CREATE TRIGGER disk_full BEFORE INSERT ON jobs EXECUTE FUNCTION disk_full()")
+        )
+    yield
+    with database.begin() as connection:
+        connection.execute(text("DROP TRIGGER disk_full ON jobs"))
+    database.dispose()
+
+
+MAX_PAGES = 1 << 30
+begin_sqlite = jobs.database._begin_sqlite
+
+
+def begin_with_few_pages(connection) -> None:
+    begin_sqlite(connection)
+    connection.exec_driver_sql(f"PRAGMA max_page_count = {MAX_PAGES}")
+
+
+def test_a_full_disk_is_a_503_that_says_so_and_readiness_says_it_too(settings, hands, monkeypatch):
+    monkeypatch.setattr("jobs.database._begin_sqlite", begin_with_few_pages)
+    sqlite = settings.database_url.startswith("sqlite")
+    with serving(settings) as client, pytest.MonkeyPatch.context() as patch:
+        assert client.get("/health/ready").status_code == 200
+        with (full_disk_of_sqlite if sqlite else full_disk_of_postgres)(settings, patch):
+            reply = client.post("/v1/jobs", json=[completion()] * 500)
+            assert reply.status_code == 503
+            assert error_of(reply)["message"] == "the database's disk is full"
+            reply = client.get("/health/ready")
+            assert reply.status_code == 503
+            assert reply.json()["reasons"] == [
+                {"code": "database", "message": "the database's disk is full"}
+            ]
+            assert client.get("/v1/jobs").json()["data"] == []
+        submit(client)
+        assert client.get("/health/ready").status_code == 200
 
 
 class CommitCutter:

@@ -3,6 +3,8 @@
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 from sqlalchemy import create_engine, text
@@ -10,6 +12,7 @@ from sqlalchemy import create_engine, text
 import migrations
 from cli import main
 from cli.servers import lock_folder
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -189,6 +192,24 @@ def test_the_sweeper_ends_with_the_reason_for_a_file_that_is_no_database(
     status, stderr = tokenmill("sweeper")
     assert status == 1
     said_in_one_line(stderr, "the database cannot be used", "file is not a database")
+
+
+@pytest.mark.parametrize("command", ["sweeper", "worker"])
+def test_a_database_not_migrated_yet_ends_a_process_with_what_to_run(
+    tmp_path, valkey_url, tiny_llama_dir, command
+):
+    environ = os.environ | {
+        "DATABASE_URL": f"sqlite:///{tmp_path / 'empty.db'}",
+        "REDIS_URL": valkey_url,
+        "TOKENMILL_MODELS": f"tiny={tiny_llama_dir}",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "cli.main", command],
+        **{"env": environ, "capture_output": True, "text": True, "timeout": 60},
+    )
+    assert ended.returncode == {"sweeper": 1, "worker": 78}[command]
+    said_in_one_line(ended.stderr, "schema is not this version's", "tokenmill migrate")
 
 
 def test_the_doctor_lives_with_any_data_folder(tokenmill, bad_folder, monkeypatch):

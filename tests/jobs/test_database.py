@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from cli.servers import Postgres
-from jobs.database import Database, DatabaseURLError, parse_url, transient
+from jobs.database import Database, DatabaseURLError, parse_url, transient, trouble
 
 INSERT = text("INSERT INTO idempotency_keys VALUES ('k', 'x', '[]', 1)")
 
@@ -120,11 +120,32 @@ def test_a_full_or_locked_sqlite_is_worth_another_try(sqlite_url):
                 text("INSERT INTO idempotency_keys VALUES ('k', zeroblob(1000000), '[]', 1)")
             )
     assert transient(caught.value)
+    assert trouble(caught.value) == "the database's disk is full"
     with database.begin(), database.read() as second:
         second.exec_driver_sql("PRAGMA busy_timeout = 1")
         with pytest.raises(OperationalError, match="locked") as caught:
             second.execute(text("DELETE FROM jobs"))
     assert transient(caught.value)
+    assert trouble(caught.value) == "the database is busy with another writer"
+    database.dispose()
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "says"),
+    [
+        ("53100", "the database's disk is full"),
+        ("53200", "the database has no memory or no connection left"),
+        ("53300", "the database has no memory or no connection left"),
+        ("57P03", "the database does not answer"),
+    ],
+)
+def test_postgres_troubles_are_told_apart_without_what_they_quote(postgres_url, sqlstate, says):
+    database = Database(postgres_url)
+    block = f"DO $$ BEGIN RAISE EXCEPTION 'a prompt' USING ERRCODE = '{sqlstate}'; END $$"
+    with pytest.raises(DBAPIError) as caught, database.begin() as connection:
+        connection.execute(text(block))
+    assert transient(caught.value)
+    assert trouble(caught.value) == says
     database.dispose()
 
 

@@ -4,13 +4,15 @@ import threading
 import time
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from jobs import store
 from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.lifecycle import JobState
-from jobs.store import IdempotencyConflict, UnknownCursor
+from jobs.models import Base
+from jobs.store import IdempotencyConflict, UnknownCursor, WrongSchema
 from tests.jobs.conftest import MODEL, NOW, new_job
 
 HASH, OTHER_HASH = b"\1" * 32, b"\2" * 32
@@ -238,3 +240,23 @@ def test_errors_never_quote_a_prompt(bench):
         bench.submit(taken)
     assert secret not in str(caught.value)
     assert secret not in repr(caught.value)
+
+
+def test_tables_without_one_of_our_columns_are_of_another_version(bench):
+    with bench.database.begin() as connection:
+        store.need_schema(connection)
+        for table in Base.metadata.sorted_tables:
+            for column in table.columns:
+                rename = f"ALTER TABLE {table.name} RENAME COLUMN {{}} TO {{}}"
+                connection.execute(text(rename.format(column.name, "other")))
+                with pytest.raises(WrongSchema):
+                    store.need_schema(connection)
+                connection.execute(text(rename.format("other", column.name)))
+        store.need_schema(connection)
+
+
+def test_a_database_without_tables_has_not_our_schema(tmp_path):
+    database = Database(f"sqlite:///{tmp_path / 'empty.db'}")
+    with database.begin() as connection, pytest.raises(WrongSchema, match="tokenmill migrate"):
+        store.need_schema(connection)
+    database.dispose()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from sqlalchemy import text as sql
 
 import migrations
 from cli.servers import Postgres
@@ -257,3 +258,44 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("column", ["workers.max_model_len", "workers.stats"])
+def test_a_worker_takes_no_job_on_tables_of_another_version(sqlite_deployment, column):
+    [job_id] = sqlite_deployment.submit(completion(5))
+    # published: the sweeper, which runs on in this test, has looked at the tables
+    sqlite_deployment.wait_for(lambda: _published(sqlite_deployment, job_id))
+    table, _, name = column.partition(".")
+    with sqlite_deployment.database.begin() as connection:
+        connection.execute(sql(f"ALTER TABLE {table} RENAME COLUMN {name} TO other"))
+    worker = sqlite_deployment.start_worker(wait=False)
+    assert worker.wait() == 78
+    assert "run `tokenmill migrate`" in worker.log_text()
+    assert "Traceback" not in worker.log_text()
+    row = sqlite_deployment.get(job_id)
+    assert (row.state, row.attempt) == (JobState.QUEUED, 0)
+
+
+def _published(deployment: Deployment, job_id: str) -> bool:
+    query = sql("SELECT published_at FROM jobs WHERE id = :id")
+    with deployment.database.read() as connection:
+        return connection.execute(query, {"id": job_id}).scalar_one() is not None
+
+
+def test_a_worker_whose_engine_cannot_be_started_again_says_so_and_goes_on_when_it_can(
+    sqlite_deployment, long_llama_dir
+):
+    worker = sqlite_deployment.start_worker()
+    weights = long_llama_dir / "model.safetensors"
+    weights.rename(long_llama_dir / "gone.safetensors")
+    try:
+        os.kill(sqlite_deployment.engine_pid(worker), signal.SIGKILL)
+        sqlite_deployment.wait_for(
+            lambda: sqlite_deployment.next_beat(worker).stats["engine_failing"] is True
+        )
+        [job_id] = sqlite_deployment.submit(completion(5))
+    finally:
+        (long_llama_dir / "gone.safetensors").rename(weights)
+    [row] = sqlite_deployment.ended(job_id)
+    assert (row.state, row.attempt) == (JobState.SUCCEEDED, 1)
+    assert sqlite_deployment.next_beat(worker).stats["engine_failing"] is False
