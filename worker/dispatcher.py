@@ -145,9 +145,13 @@ class Dispatcher:
         self._revoked.discard(delivery)
         self._book.end(delivery, Ending.DROPPED)
 
-    def cancel(self, job_id: str) -> None:
-        """A message revoked before it was taken: its job must not run by another one."""
-        self._post(Cancel(job_id=job_id, answer=lambda: None))
+    def cancel(self, job_id: str, sent: SentJob | None = None) -> None:
+        """A message revoked before it was taken: its job must not run by another one.
+
+        One that carried the whole job leaves a row, for whoever asks what became of it.
+        """
+        new_job = None if sent is None else sent.new_job
+        self._post(Cancel(job_id=job_id, new_job=new_job, answer=lambda: None))
 
     def begin_drain(self) -> None:
         """Take nothing more, and give back what the engine has not begun."""

@@ -77,9 +77,10 @@ class HandBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """The client revoked the job through Celery."""
+    """The client revoked the job through Celery; insert its row first, as for a claim."""
 
     job_id: str
+    new_job: NewJob | None = None
     answer: Callable[[], None]
 
 
@@ -210,10 +211,13 @@ class Ledger:
         written = _Written()
         self._hand_back(connection, _of(HandBack, window), now, doubtful, written)
         self._finish(connection, _of(Finish, window), now, doubtful, written)
-        sent = [claim.new_job for claim in _of(Claim, window) if claim.new_job is not None]
-        inserts = _of(Insert, window)
-        claims.insert_new(connection, [*(insert.new_job for insert in inserts), *sent], now=now)
-        written.answers += [insert.answer for insert in inserts]
+        new_jobs = [
+            entry.new_job
+            for entry in window
+            if isinstance(entry, Insert | Claim | Cancel) and entry.new_job is not None
+        ]
+        claims.insert_new(connection, new_jobs, now=now)
+        written.answers += [insert.answer for insert in _of(Insert, window)]
         for cancel in _of(Cancel, window):
             record = store.cancel(connection, cancel.job_id, now=now)
             if record is not None and record.state in TERMINAL:

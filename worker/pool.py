@@ -32,7 +32,7 @@ from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
 from jobs.settings import ModelEntry, Settings
 from worker.delivery import CeleryCallbacks, Delivery, Ending
 from worker.parts import Parts, StartError
-from worker.sent_job import read_sent_job
+from worker.sent_job import SentJob, read_sent_job
 
 EXIT_START_FAILED = 78  # sysexits.h: configuration error
 TURN_S = 0.1
@@ -67,6 +67,8 @@ class EnginePool(BasePool):
 
     def on_start(self) -> None:
         """Load the model, open the lease. A worker that cannot says why and ends."""
+        # its remote control warns at every revoke that there is no result backend to tell
+        logging.getLogger("celery.worker.control").addFilter(_worth_telling)
         self._does_debug = False  # Celery would log every task's arguments, prompts among them
         # strong: celery's signals forget a bound method of which nobody else keeps a reference
         signals.worker_shutting_down.connect(self._on_stop_signal, weak=False)
@@ -153,15 +155,18 @@ class EnginePool(BasePool):
         if task_name == RUN_TASK:
             self._parts.dispatcher.receive_id(delivery)
         else:
-            sent = read_sent_job(
-                delivery.job_id,
-                request["kwargs"],
-                max_attempts=self.settings.max_attempts,
-                max_bytes=self.settings.max_job_bytes,
-                served=frozenset(model.name for model in self.settings.models),
-            )
+            sent = self._sent(delivery.job_id, request["kwargs"])
             self._parts.dispatcher.receive_job(delivery, sent)
         return delivery
+
+    def _sent(self, job_id: str, kwargs: object) -> SentJob:
+        return read_sent_job(
+            job_id,
+            kwargs,
+            max_attempts=self.settings.max_attempts,
+            max_bytes=self.settings.max_job_bytes,
+            served=frozenset(model.name for model in self.settings.models),
+        )
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
         """The pid is this very process; the delivery's own `terminate` follows."""
@@ -177,7 +182,9 @@ class EnginePool(BasePool):
         if request.task in (RUN_TASK, GENERATE_TASK):
             job_id = _job_id(request.task, request.id, request.args)
             if _JOB_ID.fullmatch(job_id):
-                self._parts.dispatcher.cancel(job_id)
+                whole = request.task == GENERATE_TASK
+                sent = self._sent(job_id, request.kwargs) if whole else None
+                self._parts.dispatcher.cancel(job_id, sent)
 
     # -- Celery's thread
 
@@ -283,6 +290,10 @@ def _start_failed(error: StartError) -> WorkerShutdown:
     """Celery's way to end a worker with an exit code, without a trace nobody needs."""
     logger.critical("worker cannot start: %s", error)
     return WorkerShutdown(EXIT_START_FAILED)
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Failed to mark task")
 
 
 def _nothing(*_: Any) -> None:

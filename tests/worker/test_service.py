@@ -239,6 +239,19 @@ def test_revoking_a_job_that_is_still_a_message_cancels_its_row(service):
     assert (row.state, row.attempt) == (JobState.CANCELLED, 0)
 
 
+def test_revoking_a_whole_job_that_is_still_a_message_leaves_a_cancelled_row(service, worker):
+    """Whatever is in it: it may name another model, or be no job."""
+    task_ids = {str(uuid.uuid4()): model for model in (MODEL, "other", 5)}
+    service.app.control.revoke(list(task_ids))
+    service.wait_for(lambda: set(task_ids) <= set(_revoked(service.app)))
+    for task_id, model in task_ids.items():
+        job = {"url": "/v1/completions", "body": {"model": model, "prompt": "hi"}}
+        service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id)
+    for row in service.ended(*("job_" + task_id.replace("-", "") for task_id in task_ids)):
+        assert (row.state, row.attempt, row.output) == (JobState.CANCELLED, 0, None)
+    assert "Failed to mark" not in worker.log_text()
+
+
 def _revoked(app: Celery) -> list[str]:
     answers = app.control.inspect(timeout=5, limit=1).revoked() or {}
     return [task_id for ids in answers.values() for task_id in ids]
