@@ -40,7 +40,7 @@ from jobs.rows import decode, encode
 __all__ = [
     "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "UnknownCursor",
     "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "ended", "get", "list_jobs",
-    "live_workers", "need_schema", "new_job_id", "submit",
+    "live_workers", "need_schema", "new_job_id", "submit", "unknown",
 ]  # fmt: skip
 
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
@@ -137,6 +137,16 @@ def ended(connection: Connection, ids: Sequence[str]) -> set[str]:
             select(jobs.c.id).where(jobs.c.id.in_(chunk), jobs.c.state.in_(TERMINAL))
         )
     }
+
+
+def unknown(connection: Connection, ids: Sequence[str]) -> set[str]:
+    """Those of `ids` that no row has."""
+    found = {
+        job_id
+        for chunk in _chunks(ids)
+        for job_id in connection.scalars(select(jobs.c.id).where(jobs.c.id.in_(chunk)))
+    }
+    return set(ids) - found
 
 
 def list_jobs(

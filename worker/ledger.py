@@ -32,6 +32,7 @@ from worker.generation import Outcome
 from worker.guard import start_thread
 
 STOP_S = 5.0
+STRANGERS_PAUSE_S = 60.0  # between two warnings of messages that are not ours
 RETRY_WAITS_S = (0.05, 0.2, 0.5, 1.0)
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Ledger:
         # SimpleQueue: its put may be called from a signal handler that interrupted another put
         self._inbox: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._abandoned = threading.Event()
+        self._strangers_due = 0.0
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -296,9 +298,22 @@ class Ledger:
         if doubtful:
             claimed += claims.claimed_by(connection, ids, worker_id=self._worker_id)
         by_id = {job.id: job for job in claimed}
+        self._tell_of_strangers(connection, [job_id for job_id in ids if job_id not in by_id])
         for entry in entries:
             # the second message of one job gets None, as it would in a later window
             written.answers.append(_bind(entry.answer, by_id.pop(entry.job_id, None), now))
+
+    def _tell_of_strangers(self, connection: Connection, refused: list[str]) -> None:
+        """A message that names no row of ours was sent by another deployment."""
+        if not refused or time.monotonic() < self._strangers_due:
+            return
+        if strangers := store.unknown(connection, refused):
+            self._strangers_due = time.monotonic() + STRANGERS_PAUSE_S
+            logger.warning(
+                "%d messages name jobs that this database does not have, such as %s: does another "
+                "deployment use this Redis with the same TOKENMILL_KEY_PREFIX?",
+                *(len(strangers), min(strangers)),
+            )
 
 
 def _of(kind: type[_E], window: list[Entry]) -> list[_E]:

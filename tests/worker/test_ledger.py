@@ -140,6 +140,17 @@ def test_a_worker_whose_lease_has_lapsed_claims_nothing_and_loses_nothing(bench,
     assert (row.state, row.attempt, row.published_at) == (JobState.QUEUED, 0, None)
 
 
+def test_messages_of_another_deployment_are_told_of_once_in_a_while(bench, caplog):
+    [job_id] = bench.submit()
+    assert bench.claim(job_id) is not None
+    assert bench.claim(job_id) is None  # somebody has it, and it is ours
+    assert "TOKENMILL_KEY_PREFIX" not in caplog.text
+    for stranger in ("job_x", "job_y"):
+        assert bench.claim(stranger) is None
+    assert caplog.text.count("TOKENMILL_KEY_PREFIX") == 1
+    assert "job_x" in caplog.text
+
+
 def test_two_messages_of_one_job_in_one_window_make_one_claim(bench):
     [job_id] = bench.submit()
     answers = []
