@@ -4,12 +4,15 @@ process holds only its own floor of the house.
 Exit status: 0 done, 1 it failed (the last line on stderr says why), 2 wrong usage.
 """
 
+import errno
 import importlib
 import sys
 
 import click
 
 from jobs.settings import SettingsError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write these name no file
 
 # name: (where, what it does)
 COMMANDS = {
@@ -63,9 +66,11 @@ def main() -> None:
         click.echo(f"tokenmill: {error}", err=True)
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:  # not about a file that the caller named: a fault of ours
+        # not about a file that the caller named, nor a disk: a fault of ours
+        if error.filename is None and error.errno not in DISK_ERRORS:
             raise
-        click.echo(f"tokenmill: {error.filename}: {error.strerror}", err=True)
+        what = "a file could not be written" if error.filename is None else error.filename
+        click.echo(f"tokenmill: {what}: {error.strerror}", err=True)
         sys.exit(1)
 
 

@@ -363,11 +363,15 @@ def lock_folder(folder: Path, name: str, *, wait_s: float) -> int:
 
 
 def _password(file: Path) -> str:
-    """The password kept in `file`, made at the first call."""
-    if not file.exists():
-        file.touch(0o600)
-        file.write_text(secrets.token_urlsafe(24))
-    return file.read_text()
+    """The password kept in `file`, made at the first call.
+
+    The file is empty where the disk was full then, or the process was killed: made now.
+    """
+    file.touch(0o600)
+    if not (password := file.read_text()):
+        password = secrets.token_urlsafe(24)
+        file.write_text(password)
+    return password
 
 
 def _children(pid: int) -> list[int]:

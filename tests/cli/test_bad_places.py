@@ -61,6 +61,17 @@ def test_a_data_folder_that_cannot_be_used_is_named(tokenmill, bad_folder, tiny_
         said_in_one_line(stderr, bad_folder)
 
 
+def test_a_full_disk_is_said_in_one_line(tokenmill, tmp_path, tiny_llama_dir):
+    data = tmp_path / "data"
+    (data / "valkey").mkdir(parents=True)
+    (data / "valkey" / "valkey.conf").symlink_to("/dev/full")
+    status, stderr = tokenmill(
+        *("up", "--port", "0", "--model", f"tiny={tiny_llama_dir}", "--data-dir", data)
+    )
+    assert status == 1
+    said_in_one_line(stderr, "a file could not be written: No space left on device")
+
+
 def test_a_log_folder_that_cannot_be_used_is_named(tokenmill, bad_folder, tiny_llama_dir):
     status, stderr = tokenmill(
         *("up", "--port", "0", "--model", f"tiny={tiny_llama_dir}", "--log-dir", bad_folder)

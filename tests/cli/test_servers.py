@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import psycopg
@@ -50,6 +51,14 @@ def test_valkey_keeps_port_password_and_data_over_a_kill(tmp_path):
         server.start()
         assert server.url == url
         assert client.get("kept") == b"yes"
+
+
+@pytest.mark.parametrize("server_class", [Valkey, Postgres])
+def test_a_start_cut_off_before_its_password_was_written_can_be_repeated(server_class):
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / f"{server_class.name}.password").touch(0o600)
+        with server_class(folder) as server:
+            assert len(server.password) == 32
 
 
 def test_valkey_without_persistence_forgets(tmp_path):
