@@ -34,8 +34,12 @@ _POSTGRES_CLOCK = "CAST(extract(epoch FROM clock_timestamp()) AS double precisio
 _TRANSIENT_SQLITE = frozenset(
     {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL}
 )
-# serialization failure, deadlock, lock timeout, server going down or not yet up
-_TRANSIENT_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
+# 08: connection; 40: serialization failure, deadlock; 53: out of disk, memory or connections;
+# 57: a statement cancelled by its timeout or by a person, a server going down or not yet up
+_TRANSIENT_CLASSES = ("08", "40", "53", "57")
+# read-only, as before a failover has ended; a frozen transaction's end; lock timeout; disk errors
+_TRANSIENT_SQLSTATES = frozenset({"25006", "25P03", "25P04", "55P03", "58030"})
+_DATABASE_DROPPED = "57P04"
 
 
 class DatabaseURLError(ValueError):
@@ -123,8 +127,9 @@ def transient(error: BaseException) -> bool:
     sqlstate = getattr(error.orig, "sqlstate", None)
     if sqlstate is None:
         return isinstance(error, OperationalError)  # psycopg: the server could not be reached
-    # 08: connection; 53: out of disk, memory or connections
-    return sqlstate in _TRANSIENT_SQLSTATES or sqlstate[:2] in ("08", "53")
+    if sqlstate == _DATABASE_DROPPED:
+        return False
+    return sqlstate in _TRANSIENT_SQLSTATES or sqlstate[:2] in _TRANSIENT_CLASSES
 
 
 def trouble(error: BaseException) -> str:
@@ -134,9 +139,13 @@ def trouble(error: BaseException) -> str:
     sqlstate = str(getattr(cause, "sqlstate", None))
     if code == sqlite3.SQLITE_FULL or sqlstate == "53100":
         return "the database's disk is full"
-    if code == sqlite3.SQLITE_IOERR:
+    if code == sqlite3.SQLITE_IOERR or sqlstate == "58030":
         return "the database's disk is full or fails"  # SQLite says the one or the other
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if sqlstate == "25006":
+        return "the database is read-only"
+    if sqlstate == "57014":
+        return "the database took too long, or was told to stop"
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or sqlstate == "55P03":
         return "the database is busy with another writer"
     if sqlstate.startswith("53"):
         return "the database has no memory or no connection left"

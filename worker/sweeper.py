@@ -88,7 +88,7 @@ class Sweeper:
 
     def _missed(self, server: str, why: str) -> None:
         if server not in self._away:
-            logger.warning("%s away, trying on: %s", server, why)
+            logger.warning("%s away (%s), trying on", server, why)
         self._away.add(server)
 
     def _reached(self, server: str) -> None:

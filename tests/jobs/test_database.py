@@ -136,7 +136,12 @@ def test_a_full_or_locked_sqlite_is_worth_another_try(sqlite_url):
         ("53100", "the database's disk is full"),
         ("53200", "the database has no memory or no connection left"),
         ("53300", "the database has no memory or no connection left"),
+        ("25006", "the database is read-only"),
+        ("40001", "the database does not answer"),
+        ("55P03", "the database is busy with another writer"),
+        ("57014", "the database took too long, or was told to stop"),
         ("57P03", "the database does not answer"),
+        ("58030", "the database's disk is full or fails"),
     ],
 )
 def test_postgres_troubles_are_told_apart_without_what_they_quote(postgres_url, sqlstate, says):

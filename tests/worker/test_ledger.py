@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from jobs import claims, store, sweep
@@ -310,6 +310,40 @@ def test_nothing_is_answered_while_the_database_is_away(bench):
     bench.database.breaks = ""
     assert flushed.wait(TIMEOUT_S)
     assert [job.id for job in answers] == [job_id]
+
+
+@pytest.mark.parametrize("condition", ["query_canceled", "read_only_sql_transaction", "io_error"])
+def test_a_result_waits_for_a_database_that_refuses_it_for_a_while(postgres_url, condition):
+    """It is not the result's fault: the job must not fail as unstorable, nor the worker end."""
+    bench = Bench(postgres_url)
+    bench.ledger.start()
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    raising = f"BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = '{condition}'; END"
+    with bench.database.begin() as connection:
+        for statement in (
+            f"CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $${raising}$$",
+            "CREATE TRIGGER refuse BEFORE UPDATE ON jobs EXECUTE FUNCTION refuse()",
+        ):
+            connection.execute(text(statement))
+    accepted = []
+    bench.ledger.post(
+        Finish(
+            held=Held(job.id, job.fence),
+            outcome=SUCCEEDED,
+            wasted_tokens=0,
+            answer=accepted.append,
+        )
+    )
+    flushed = bench.ledger.flush()
+    assert not flushed.wait(0.5)
+    with bench.database.begin() as connection:
+        connection.execute(text("DROP TRIGGER refuse ON jobs"))
+    assert flushed.wait(TIMEOUT_S)
+    assert accepted == [True]
+    assert bench.get(job_id).state == JobState.SUCCEEDED
+    bench.ledger.stop()
+    bench.database.dispose()
 
 
 def test_a_ledger_told_to_stop_gives_up_on_a_database_that_stays_away(bench):
