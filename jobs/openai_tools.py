@@ -47,6 +47,7 @@ class ToolCall:
 def tool_use(given: Mapping[str, Any]) -> ToolUse:
     """Reads tools, tool_choice and parallel_tool_calls. Raises BodyError."""
     tools = {tool["function"]["name"]: tool for tool in _tools(given.get("tools", []))}
+    strict = _strict(given.get("tools", []))
     parallel = fields.boolean("parallel_tool_calls", given.get("parallel_tool_calls", True))
     choice = given.get("tool_choice", "auto")
     if isinstance(choice, dict):
@@ -60,6 +61,12 @@ def tool_use(given: Mapping[str, Any]) -> ToolUse:
         raise BodyError("tool_choice", "tool_choice required needs tools, and there are none")
     if choice == "none" or not tools:
         return NO_TOOLS
+    if choice == "auto" and strict:
+        raise BodyError(
+            strict[0],
+            f"{strict[0]} true needs a tool_choice of required or of a function's name: a call "
+            "made by choice is not held to its schema",
+        )
     offered = tuple(tools.values())
     return ToolUse(tools=offered, parallel=parallel, forced=offered if choice == "required" else ())
 
@@ -127,6 +134,15 @@ def _tools(value: object) -> list[dict[str, Any]]:
     return tools
 
 
+def _strict(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where tools that were read before ask that every call keep to its schema."""
+    return [
+        f"tools[{i}].function.strict"
+        for i, tool in enumerate(tools)
+        if tool["function"].get("strict")
+    ]
+
+
 def _function(path: str, value: object) -> dict[str, Any]:
     given = fields.record(path, value, ("name", "description", "parameters", "strict"))
     function = {"name": fields.function_name(f"{path}.name", given.get("name"))}
@@ -139,9 +155,7 @@ def _function(path: str, value: object) -> dict[str, Any]:
                 f"got {len(description)}",
             )
         function["description"] = description
-    if given.get("strict", False) is not False:
-        fields.boolean(f"{path}.strict", given["strict"])
-        raise BodyError(f"{path}.strict", f"{path}.strict true is not supported yet")
+    fields.boolean(f"{path}.strict", given.get("strict", False))
     parameters = given.get("parameters", _NO_PARAMETERS)
     return {**function, "parameters": _schema(f"{path}.parameters", parameters)}
 

@@ -56,6 +56,15 @@ def test_tools_are_given_on_as_templates_take_them():
     assert not chat(tools=[TOOL], parallel_tool_calls=False, tool_choice="auto").tool_use.parallel
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_call_that_has_to_be_is_strict_anyway(choice):
+    use = chat(tools=[tool(strict=True)], tool_choice=choice).tool_use
+    assert list(use.forced) == [TOOL]  # its grammar is made of the schema; templates see no strict
+    assert chat(tools=[tool(strict=True)], tool_choice="none").tool_use == NO_TOOLS
+
+
 def test_with_tool_choice_none_the_model_is_shown_no_tools():
     assert chat(tools=[TOOL], tool_choice="none").tool_use == NO_TOOLS
     assert chat(tools=None, tool_choice="auto", parallel_tool_calls=False).tool_use == NO_TOOLS
@@ -144,7 +153,12 @@ BAD_BODIES = [
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "name of an earlier tool"),
     ({"tools": [tool(description=5)]}, "tools[0].function.description", "must be a string"),
     ({"tools": [tool(description="x" * 8193)]}, "tools[0].function.description", "at most 8192"),
-    ({"tools": [tool(strict=True)]}, "tools[0].function.strict", "is not supported yet"),
+    ({"tools": [tool(strict=True)]}, "tools[0].function.strict", "needs a tool_choice"),
+    (
+        {"tools": [tool(), tool(name="now", strict=True)], "tool_choice": "auto"},
+        "tools[1].function.strict",
+        "needs a tool_choice",
+    ),
     ({"tools": [tool(strict=1)]}, "tools[0].function.strict", "must be true or false"),
     ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "must be an object"),
     (
