@@ -4,9 +4,10 @@ Imports no torch: the API asks here before a job is stored, a worker again befor
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from engine.sampling_params import SamplingParams, check_prompt, params_of
+from engine.sampling_params import SamplingParams, check_prompt, max_scored_tokens, params_of
 from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
 
@@ -25,13 +26,15 @@ def checked_params(
     """`options` are as `params_of` takes them; one of `forced_tools` has to be called, if any.
 
     `room` is for tokens of prompt and output together; what the prompt leaves of it is the default
-    of `max_tokens`. Raises ParameterError.
+    of `max_tokens`, or as many of them as can be scored if they are to be. Raises ParameterError.
     """
-    if max_tokens is None:
-        # at least 1, so that a prompt without room for output is refused for its own length
-        max_tokens = max(1, room - len(token_ids))
+    # at least 1, so that a prompt without room for output is refused for its own length
+    left = max(1, room - len(token_ids))
     calls = tokenizer.call_options(token_ids, forced_tools, parallel=parallel_calls)
-    params = params_of({**options, **calls}, max_tokens=max_tokens)
+    params = params_of({**options, **calls}, max_tokens=left if max_tokens is None else max_tokens)
+    if max_tokens is None:
+        fitting = max(1, max_scored_tokens(len(token_ids), params))
+        params = replace(params, max_tokens=min(left, fitting))
     check_prompt(token_ids, params, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len)
     token_rules(params, tokenizer)
     return params

@@ -20,6 +20,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
+MAX_SCORES = 2**18  # log-probabilities of one request: about 25 MB as the JSON of a response
 MAX_PATTERN_SIZE = 64
 MAX_TIMEOUT_S = 30 * 86400.0  # a job's longest deadline
 GREEDY_BELOW = 1e-4  # a temperature this small divides logits into overflow; it means argmax
@@ -275,6 +276,27 @@ def check_prompt(
             f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) must be at most "
             f"{max_model_len}, got {len(token_ids) + params.max_tokens}",
         )
+    if params.max_tokens > max_scored_tokens(len(token_ids), params):
+        name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise ParameterError(
+            name,
+            f"{name}: log-probabilities of a prompt of {len(token_ids)} tokens and of {params.n} × "
+            f"{params.max_tokens} of output, with the likeliest beside each, are more than the "
+            f"{MAX_SCORES} that a response may hold",
+        )
+
+
+def max_scored_tokens(num_prompt_tokens: int, params: SamplingParams) -> int:
+    """Output tokens of each sample whose log-probabilities a response can hold beside the prompt's.
+
+    Below 0 if it cannot hold those of the prompt; all that the engine takes if none are asked for.
+    """
+    left = MAX_SCORES
+    if params.prompt_logprobs is not None:
+        left -= num_prompt_tokens * (1 + params.prompt_logprobs)
+    if params.logprobs is None or left < 0:
+        return left if left < 0 else 2**31 - 1
+    return left // (params.n * (1 + params.logprobs))
 
 
 def check_generated(generated: Sequence[Sequence[int]], *, vocab_size: int) -> None:

@@ -93,10 +93,12 @@ BODIES = [
     (chat(guided_json={}), "body.guided_json", "not a field"),
     (completion(top_p=0), "body.top_p", "(0, 1]"),
     (completion(top_p=1.0001), "body.top_p", "(0, 1]"),
+    (completion(top_p=1 + 2**-52), "body.top_p", "(0, 1]"),
     (completion(top_k=-2), "body.top_k", "[-1,"),
     (completion(min_p=-0.1), "body.min_p", "[0, 1]"),
     (completion(n=0), "body.n", "[1, 16]"),
     (completion(n=17), "body.n", "[1, 16]"),
+    (completion(n=10**6), "body.n", "[1, 16]"),
     (completion(presence_penalty=2.5), "body.presence_penalty", "[-2, 2]"),
     (completion(frequency_penalty=-3), "body.frequency_penalty", "[-2, 2]"),
     (chat(repetition_penalty=0), "body.repetition_penalty", "(0, 2]"),
@@ -138,6 +140,7 @@ BODIES = [
     (completion(max_tokens=0, logprobs=1), "body.max_tokens", "to be scored"),
     (completion(max_tokens=0, prompt_logprobs=1, n=2), "body.n", "must be 1"),
     (completion(logprobs=21), "body.logprobs", "[0, 20]"),
+    (completion(logprobs=-1), "body.logprobs", "[0, 20]"),
     (completion(logprobs=True), "body.logprobs", "integer"),
     (completion(prompt_logprobs=-1), "body.prompt_logprobs", "[0, 20]"),
     (completion(prompt_logprobs=21), "body.prompt_logprobs", "[0, 20]"),
@@ -146,11 +149,15 @@ BODIES = [
     (chat(logprobs=3), "body.logprobs", "true or false"),
     (chat(top_logprobs=3), "body.top_logprobs", "needs logprobs"),
     (chat(logprobs=True, top_logprobs=21), "body.top_logprobs", "[0, 20]"),
+    (chat(logprobs=True, top_logprobs=-1), "body.top_logprobs", "[0, 20]"),
     (completion(n=True), "body.n", "integer"),
     (completion(seed=-1), "body.seed", "[0,"),
     (completion(seed=2**63), "body.seed", "[0,"),
     (completion(min_tokens=5), "body.min_tokens", "[0, 4]"),
     (completion(stop=[""]), "body.stop", "non-empty"),
+    (completion(stop=""), "body.stop", "non-empty"),
+    (completion(stop=["x"] * 1000), "body.stop", "16"),
+    (completion(stop="x" * 100_000), "body.stop", "256"),
     (completion(stop=["x"] * 17), "body.stop", "16"),
     (completion(stop=["x" * 257]), "body.stop", "256"),
     (completion(stop_token_ids=[VOCAB_SIZE]), "body.stop_token_ids", str(VOCAB_SIZE)),
@@ -223,6 +230,13 @@ def test_a_bad_value_is_refused_by_name(door, job, param, says):
     assert says in error["message"]
 
 
+def test_a_hundred_thousand_biases_are_counted_not_read(door):
+    job = completion(logit_bias={str(i): 0 for i in range(100_000)})
+    error = refusal(door, json.dumps(job, separators=(",", ":")).encode())
+    assert error["param"] == "body.logit_bias"
+    assert "at most 1024, got 100000" in error["message"]
+
+
 def raw(value: str, *, at: str = "temperature") -> bytes:
     job = json.dumps(completion(**{at: "PLACE"}))
     return job.replace('"PLACE"', value).encode()
@@ -232,6 +246,7 @@ JSON = [
     (raw("NaN"), "body.temperature"),
     (raw("-Infinity"), "body.temperature"),
     (raw("1e999"), "body.temperature"),
+    (raw('{"5": NaN}', at="logit_bias"), 'body.logit_bias["5"]'),
     (raw(f"{HUGE}"), "body.temperature"),
     (raw("1" * 5000, at="seed"), "body.seed"),
     (raw("[" * 31 + "]" * 31, at="prompt"), "body.prompt" + "[0]" * 30),

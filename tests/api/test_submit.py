@@ -171,3 +171,10 @@ def test_equal_custom_ids_and_request_ids_make_different_jobs(sqlite_client):
     replies = [sqlite_client.post("/v1/jobs", json=job, headers=headers) for _ in range(3)]
     assert len({reply.json()["id"] for reply in replies}) == 3
     assert len({reply.headers["x-request-id"] for reply in replies} - {"mine"}) == 3
+
+
+def test_white_space_is_a_prompt(sqlite_client):
+    for text in (" ", "\n\t"):
+        assert submit(sqlite_client, completion(prompt=text))["usage"]["prompt_tokens"] >= 1
+        asked = chat(messages=[{"role": "user", "content": text}])
+        assert submit(sqlite_client, asked)["usage"]["prompt_tokens"] > 1

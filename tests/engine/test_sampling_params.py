@@ -194,6 +194,32 @@ def test_a_temperature_near_zero_is_greedy():
     assert not SamplingParams(max_tokens=1, temperature=0.0001).greedy
 
 
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "options", "param"),
+    [
+        (131_072, {"max_tokens": 0, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (131_072, {"max_tokens": 0, "prompt_logprobs": 1}, None),
+        (12_483, {"prompt_logprobs": 20}, None),
+        (12_484, {"prompt_logprobs": 20}, "prompt_logprobs"),
+        (5, {"max_tokens": 780, "n": 16, "logprobs": 20}, None),
+        (5, {"max_tokens": 781, "n": 16, "logprobs": 20}, "logprobs"),
+        (12_482, {"max_tokens": 2, "logprobs": 20, "prompt_logprobs": 20}, "logprobs"),
+        (12_482, {"max_tokens": 1, "logprobs": 20, "prompt_logprobs": 20}, None),
+    ],
+)
+def test_a_response_holds_so_many_log_probabilities(num_prompt_tokens, options, param):
+    def check():
+        params = SamplingParams(**{"max_tokens": 1, **options})
+        check_prompt([1] * num_prompt_tokens, params, vocab_size=9, max_model_len=200_000)
+
+    if param is None:
+        check()
+        return
+    with pytest.raises(ParameterError, match="more than the 262144") as refused:
+        check()
+    assert refused.value.param == param
+
+
 def test_option_names_are_the_fields():
     assert {"max_tokens", "top_p", "stop_token_ids"} < OPTION_NAMES
     assert SamplingParams(max_tokens=1, **{}).n == 1

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine import sampling_params
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from jobs.lifecycle import ErrorCode, JobState
@@ -39,6 +40,19 @@ def test_without_max_tokens_a_completion_gets_sixteen_and_a_chat_what_is_left(pr
     assert len(chat.token_ids) + chat.params.max_tokens == 512
     small = prepared(CHAT, Limits(max_model_len=512, kv_tokens=64), messages=HELLO)
     assert len(small.token_ids) + small.params.max_tokens == 64
+
+
+def test_without_max_tokens_no_more_is_generated_than_can_be_scored(prepared, monkeypatch):
+    monkeypatch.setattr(sampling_params, "MAX_SCORES", 1000)
+    scored = prepared(CHAT, messages=HELLO, n=2, logprobs=True, top_logprobs=20)
+    assert scored.params.max_tokens == 1000 // (2 * 21)
+    beside = prepared(CHAT, messages=HELLO, n=2, logprobs=True, prompt_logprobs=4)
+    left = 1000 - 5 * len(beside.token_ids)
+    assert beside.params.max_tokens == left // 2
+    with pytest.raises(Refusal) as refused:
+        prepared(COMPLETIONS, prompt=[5] * 48, prompt_logprobs=20)
+    assert refused.value.param == "prompt_logprobs"
+    assert prepared(CHAT, messages=HELLO).params.max_tokens > 400
 
 
 def test_a_search_without_a_limit_has_room_for_all_of_its_beams(prepared):
