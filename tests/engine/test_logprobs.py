@@ -30,10 +30,17 @@ def reference(tiny_llama_dir):
     return logprobs
 
 
-@pytest.fixture(scope="module")
-def engine_of(tiny_llama_dir):
+# blocks of 16 are what the compiled kernels take
+@pytest.fixture(scope="module", params=[(12, 8), (5, 16)], ids=["plain", "compiled"])
+def engine_of(request, tiny_llama_dir):
     tokenizer = Tokenizer.load(tiny_llama_dir)
-    common = {"model": str(tiny_llama_dir), "device": "cpu", "num_blocks": 12, "block_size": 8}
+    num_blocks, block_size = request.param
+    common = {
+        "model": str(tiny_llama_dir),
+        "device": "cpu",
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+    }
     runner = ModelRunner(EngineConfig(**common))
 
     def build(**config):

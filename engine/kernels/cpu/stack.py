@@ -173,7 +173,7 @@ def run_layers(
     block_tables,  # [N, max_blocks] int64
     cu_query_lens,  # [N + 1] int64
     seq_lens,  # [N] int64
-    wanted,  # [R] int64, rising: the tokens whose last hidden state is wanted
+    wanted,  # [R] int64: the tokens whose last hidden state is wanted, in any order
     plan,
 ):
     """Every layer over one step's tokens. Changes the KV cache, through the layers' addresses."""
@@ -203,9 +203,8 @@ def run_layers(
         if i == len(layers) - 1:
             # past the last attention no token looks at another: the rest is for the wanted ones
             num_rows = len(wanted)
-            for r in range(num_rows):
-                attended[r] = attended[wanted[r]]
-                residual[r] = residual[wanted[r]]
+            attended[:num_rows] = attended[wanted]  # read before any is written: in any order
+            residual[:num_rows] = residual[wanted]
         multiply(
             flat_attended, layer[OUT], layer[OUT_BIAS], residual, True, num_rows,
             flat_attended.shape[1], kind, item, num_workers,
