@@ -47,7 +47,7 @@ def check_capacity(
         if needed > available:
             param = "prompt" if num_prompt_tokens >= available else "max_tokens"
             raise CapacityError(param, limit, needed, available)
-    each = -(-needed // block_size) * block_size
-    if params.num_beams * each > kv_tokens:
+    each = num_blocks // params.num_beams * block_size
+    if needed > each:
         limit = f"KV cache takes with {params.num_beams} beams"
-        raise CapacityError("num_beams", limit, needed, kv_tokens // params.num_beams)
+        raise CapacityError("num_beams", limit, needed, each)

@@ -215,7 +215,7 @@ def test_fewer_texts_than_asked_for_are_an_error_of_the_rest():
         ({"max_num_seqs": 3}, "num_beams must be at most the 3 sequences of a step here, got 4"),
         (
             {"num_blocks": 11},  # of 4 tokens each; 3 for each beam
-            "prompt + max_tokens is 10 tokens, the KV cache takes with 4 beams 11 at most",
+            "prompt + max_tokens is 10 tokens, the KV cache takes with 4 beams 8 at most",
         ),
     ],
 )
