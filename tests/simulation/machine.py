@@ -6,6 +6,8 @@ At the end everything drains, in a bounded number of steps, to what each sequenc
 generated alone.
 """
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.capacity import CapacityError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import ParameterError, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceState
 from engine.step_plan import StepPlan
-from tests.simulation.world import EOS, VOCAB_SIZE, FakeRunner, expected_generation
+from tests.simulation.world import EOS, VOCAB_SIZE, FakeRunner, expected_outcomes
 
 MAX_MODEL_LEN = 40
 KINDS = ("abort", "abort in a step", "stop", "error", "half a step")
@@ -37,6 +39,24 @@ class Request:
     num_resumed: int  # generated tokens it has from an earlier attempt
 
 
+sampling = st.fixed_dictionaries(
+    {
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "logprobs": st.sampled_from([None, None, 0]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+    }
+)
+beams = st.builds(
+    lambda shape, **options: (
+        options
+        | dict(zip(("num_beams", "num_beam_groups"), shape, strict=True))
+        | {"n": min(options["n"], shape[0]), "diversity_penalty": 2.0 if shape[1] > 1 else 0.0}
+    ),
+    st.sampled_from([(2, 1), (3, 1), (4, 1), (4, 2), (3, 3)]),
+    n=st.integers(1, 4),
+    length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
+    early_stopping=st.sampled_from([True, False, "never"]),
+)
 requests = st.builds(
     Request,
     prompt=st.builds(
@@ -47,15 +67,16 @@ requests = st.builds(
     ),
     max_tokens=st.integers(1, 24),
     cut_to_fit=st.sampled_from([True, True, True, False]),
-    options=st.fixed_dictionaries(
-        {
-            "n": st.sampled_from([1, 1, 2, 3]),
-            "min_tokens": st.sampled_from([0, 0, 0, 1]),
-            "ignore_eos": st.booleans(),
-            "stop_token_ids": st.sampled_from([(), (), (), (2,)]),
-            "logprobs": st.sampled_from([None, None, 0]),
-            "prompt_logprobs": st.sampled_from([None, None, None, 0]),
-        }
+    options=st.builds(
+        operator.or_,
+        sampling | sampling | beams,
+        st.fixed_dictionaries(
+            {
+                "min_tokens": st.sampled_from([0, 0, 0, 1]),
+                "ignore_eos": st.booleans(),
+                "stop_token_ids": st.sampled_from([(), (), (), (2,)]),
+            }
+        ),
     ),
     priority=st.sampled_from([0, 0, 1, 2]),
     patience=st.none() | st.none() | st.integers(0, 30),
@@ -90,7 +111,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset({EOS}), model_id=b"m", **limits
         )
         self.limits = limits
-        self.capacity = min(MAX_MODEL_LEN, limits["num_blocks"] * limits["block_size"])
         self.runner = FakeRunner(limits["num_blocks"], limits["block_size"])
         self.live: dict[Sequence, Expectation] = {}
         self.now = 0
@@ -127,8 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        work = sum(s.num_prompt_tokens + s.params.max_tokens for s in self.live)
-        for _ in range(2 * work + 1):
+        for _ in range(2 * _work(self.live) + 1):
             if not self.scheduler.unfinished:
                 break
             self._step()
@@ -141,17 +160,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _arrive(self, request: Request):
         prompt = request.prompt
         max_tokens = request.max_tokens
+        num_beams = request.options.get("num_beams", 1)
+        limits = self.limits
+        capacity = min(MAX_MODEL_LEN, limits["num_blocks"] // num_beams * limits["block_size"])
         if request.cut_to_fit:
-            prompt = prompt[: self.capacity - 1] or prompt
-            max_tokens = max(1, min(max_tokens, self.capacity - len(prompt)))
+            prompt = prompt[: max(0, capacity - 1)] or prompt
+            max_tokens = max(1, min(max_tokens, capacity - len(prompt)))
         params = SamplingParams(max_tokens=max_tokens, **request.options)
         seed = self.num_requests % 3  # requests that differ in nothing else generate the same
-        outcomes = [
-            expected_generation(prompt, params, seed, index, request.salt)
-            for index in range(params.n)
-        ]
+        outcomes = expected_outcomes(prompt, params, seed, request.salt)
         deadline = None if request.patience is None else self.now + request.patience
-        resumed = [ids[: request.num_resumed] for ids, _ in outcomes]
+        num_resumed = request.num_resumed if num_beams == 1 else 0
+        resumed = [ids[:num_resumed] for ids, _ in outcomes]
         self.num_requests += 1
 
         def add():
@@ -162,27 +182,31 @@ class SchedulerMachine(RuleBasedStateMachine):
                 seed=seed,
                 priority=request.priority,
                 deadline=deadline,
-                generated=resumed if request.num_resumed else (),
+                generated=resumed if num_resumed else (),
                 cache_salt=request.salt,
             )
 
+        if num_beams > min(limits["max_num_seqs"], limits["max_num_batched_tokens"]):
+            with pytest.raises(ParameterError, match=r"^num_beams must be at most"):
+                add()
+            return
         needed = len(prompt) + max_tokens
-        if needed <= self.capacity:
+        if needed <= capacity:
             self._expect(add(), outcomes, deadline)
             return
         with pytest.raises(CapacityError) as refused:
             add()
         assert refused.value.needed == needed
-        assert refused.value.needed > refused.value.available >= self.capacity
+        assert refused.value.needed > refused.value.available >= capacity
 
     def _expect(self, sequences, outcomes, deadline):
         """Whoever arrives can be held up by what is there, and by a later arrival ahead of it."""
-        work = sum(s.num_prompt_tokens + s.params.max_tokens for s in sequences)
+        work = _work(sequences)
         priority = sequences[0].priority
         for other in self.live.values():
             if other.sequence.priority < priority:
                 other.patience += 2 * work
-        work += sum(s.num_prompt_tokens + s.params.max_tokens for s in self.live)
+        work += _work(self.live)
         for sequence, (generated, finish_reason) in zip(sequences, outcomes, strict=True):
             self.live[sequence] = Expectation(
                 sequence, generated, finish_reason, deadline, patience=2 * work + 1
@@ -225,12 +249,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = {s for s in self.live if s.state is SequenceState.RUNNING}
         for sequence in waited & running:
             assert sequence.num_cached_tokens <= sequence.num_prompt_tokens
-            ahead = [s for s in waiting if _goes_before(s, sequence)]
+            ahead = [s for s in waiting if _goes_before(s, sequence) and not _is_stalled(s, ran)]
             passed = [
                 s for s in ahead if not self._is_held(s, waited) and not self._may_pass(sequence, s)
             ]
             assert not passed, f"{sequence} was let in ahead of {passed}"
         for sequence in ran & waiting:
+            if _is_stalled(sequence, ran):
+                continue
             spared = [s for s in running if _goes_before(sequence, s)]
             assert not spared, f"{sequence} was preempted, not {spared}"
 
@@ -240,7 +266,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sequence.num_tokens <= half < long.num_tokens
 
     def _is_held(self, sequence: Sequence, waited: set[Sequence]) -> bool:
-        """It may be waiting for an earlier sample of its request to compute their prompt."""
+        """It may be waiting for an earlier sample of its request to compute their prompt.
+
+        Of a search, it may be a place without a beam.
+        """
+        if sequence.params.num_beams > 1:
+            return sequence in self.scheduler._held[sequence.request_id]
         return any(
             s.request_id == sequence.request_id
             and s.sample_index < sequence.sample_index
@@ -253,7 +284,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in changed:
             expectation = self.live[sequence]
             generated = sequence.generated_ids
-            assert generated == expectation.generated[: len(generated)]
+            cut_search = (
+                sequence.params.num_beams > 1 and sequence.finish_reason is FinishReason.DEADLINE
+            )
+            assert cut_search or generated == expectation.generated[: len(generated)]
             if sequence.state is not SequenceState.FINISHED:
                 continue
             if sequence.finish_reason is FinishReason.DEADLINE:
@@ -294,17 +328,29 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _finish(self, sequence: Sequence, reason: FinishReason):
         if sequence.state is SequenceState.FINISHED:
             return
-        if reason is FinishReason.STOP and sequence.num_unscored_tokens:
-            return  # would end only once these are scored
+        is_beam = sequence.params.num_beams > 1
+        if reason is FinishReason.STOP and (sequence.num_unscored_tokens or is_beam):
+            return  # would end only once these are scored; and no text stops a beam
         self.scheduler.finish(sequence, reason)
-        assert sequence.finish_reason is reason
-        assert not sequence.block_table
-        del self.live[sequence]
+        ended = [s for s in self.live if s.request_id == sequence.request_id]
+        for each in ended if is_beam else [sequence]:
+            assert each.finish_reason is reason
+            assert not each.block_table
+            del self.live[each]
         self.scheduler.check()
 
 
 def _scores_prompt(sequence: Sequence) -> bool:
     return sequence.params.prompt_logprobs is not None and sequence.sample_index == 0
+
+
+def _work(sequences: Iterable[Sequence]) -> int:
+    return sum(s.num_prompt_tokens + s.params.max_tokens for s in sequences)
+
+
+def _is_stalled(sequence: Sequence, ran: set[Sequence]) -> bool:
+    """A beam that ran and waited for others of its search: it makes room out of turn."""
+    return sequence.params.num_beams > 1 and sequence in ran
 
 
 def _goes_before(one: Sequence, other: Sequence) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from engine import block_manager, scheduler
+from engine.beam_groups import BeamGroup
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState, rank
@@ -288,6 +289,56 @@ def call_a_deadline_length(patch):
     patch.setattr(Scheduler, "_end", end)
 
 
+def fork_a_beam_from_another(patch):
+    real = BlockManager.fork
+    parents = []
+
+    def fork(self, parent, child):
+        parents.append(parent)
+        if child.params.num_beams > 1:
+            parent = next(
+                other
+                for other in parents
+                if other.request_id == parent.request_id
+                and other.num_computed_tokens == parent.num_computed_tokens
+            )
+        real(self, parent, child)
+
+    patch.setattr(BlockManager, "fork", fork)
+
+
+def keep_the_last_token_of_beams_that_wait_for_others(patch):
+    real = BeamGroup.advance
+
+    def advance(self, blocks, seats, waiting):
+        offers = dict(self.offers)
+        over = real(self, blocks, seats, waiting)
+        if len(offers) < len(self.places):
+            for place in offers:
+                blocks.mark_computed(place, 1)
+        return over
+
+    patch.setattr(BeamGroup, "advance", advance)
+
+
+def let_searches_that_wait_hold_their_blocks(patch):
+    patch.setattr(scheduler, "stalled_sequences", lambda groups: [])
+
+
+def leave_the_places_of_an_aborted_search(patch):
+    real = Scheduler.abort
+
+    def abort(self, request_id):
+        if request_id not in self._beams:
+            return real(self, request_id)
+        ended = [s for s in self._requests[request_id] if s.block_table]
+        for sequence in ended:
+            self._end(sequence, scheduler.FinishReason.ABORT)
+        return ended
+
+    patch.setattr(Scheduler, "abort", abort)
+
+
 FAULTS = [
     write_to_shared_blocks,
     copy_nothing_on_write,
@@ -312,6 +363,10 @@ FAULTS = [
     end_before_all_is_scored,
     forget_what_was_scored_when_preempted,
     call_a_deadline_length,
+    fork_a_beam_from_another,
+    keep_the_last_token_of_beams_that_wait_for_others,
+    let_searches_that_wait_hold_their_blocks,
+    leave_the_places_of_an_aborted_search,
 ]
 
 

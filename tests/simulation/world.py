@@ -8,6 +8,7 @@ reads them all and compares them with the sequence's own tokens.
 
 from zlib import crc32
 
+from engine.beam_search import BeamSearch, Candidates
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from engine.step_plan import StepPlan
@@ -45,6 +46,39 @@ def expected_generation(
     return token_ids[len(prompt_ids) :], FinishReason.LENGTH
 
 
+def candidates(context: int, seed: int) -> Candidates:
+    """Of a beam: every id, likeliest first, with log-probabilities that hardly ever are equal."""
+    scores = [(v, -(hash((context, seed, v)) % 1000) / 100) for v in range(VOCAB_SIZE)]
+    return tuple(sorted(scores, key=lambda pair: -pair[1]))
+
+
+def expected_texts(
+    prompt_ids: list[int], params: SamplingParams, seed: int, salt: bytes
+) -> list[tuple[list[int], FinishReason]]:
+    """The outcome of each place of a search, had it been alone: texts first, then empty places."""
+    search = BeamSearch(params, params.stop_ids(frozenset({EOS})))
+    while search.live:
+        search.advance({
+            beam: candidates(contexts(salt, [*prompt_ids, *beam.generated_ids])[-1], seed)
+            for beam in search.live
+        })  # fmt: skip
+    outcomes = [
+        (each.beam.generated_ids, FinishReason.STOP if each.stopped else FinishReason.LENGTH)
+        for each in search.best()[: params.n]
+    ]
+    outcomes += [([], FinishReason.ERROR)] * (params.n - len(outcomes))
+    return outcomes + [([], FinishReason.STOP)] * (params.num_beams - params.n)
+
+
+def expected_outcomes(
+    prompt_ids: list[int], params: SamplingParams, seed: int, salt: bytes
+) -> list[tuple[list[int], FinishReason]]:
+    """Tokens and end of each sample, or of each place of a search."""
+    if params.num_beams > 1:
+        return expected_texts(prompt_ids, params, seed, salt)
+    return [expected_generation(prompt_ids, params, seed, i, salt) for i in range(params.n)]
+
+
 class FakeRunner:
     """Runs a step plan against slots that remember their context."""
 
@@ -53,7 +87,7 @@ class FakeRunner:
         self.blocks: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.scored: dict[Sequence, list[int]] = {}  # places whose log-probability was told
 
-    def run(self, plan: StepPlan) -> list[int | None]:
+    def run(self, plan: StepPlan) -> list[int | Candidates | None]:
         """Copies, then every row's writes, then every row's reads: the order of a real step."""
         for source, destination in plan.block_copies:
             self.blocks[destination] = list(self.blocks[source])
@@ -66,7 +100,7 @@ class FakeRunner:
             for position in range(sequence.num_computed_tokens, end):
                 block, offset = self._slot(sequence, position)
                 self.blocks[block][offset] = wanted[position]
-        sampled: list[int | None] = []
+        sampled: list[int | Candidates | None] = []
         for row, wanted in rows:
             sequence = row.sequence
             for position, context in enumerate(wanted):
@@ -74,8 +108,12 @@ class FakeRunner:
                 assert self.blocks[block][offset] == context, (
                     f"position {position} of {sequence} reads what is not its own"
                 )
-            token_id = next_token(wanted[-1], sequence.seed, sequence.sample_index)
-            sampled.append(token_id if row.samples else None)
+            token: int | Candidates
+            if sequence.params.num_beams > 1:
+                token = candidates(wanted[-1], sequence.seed)
+            else:
+                token = next_token(wanted[-1], sequence.seed, sequence.sample_index)
+            sampled.append(token if row.samples else None)
             told = self.scored.setdefault(sequence, [])
             told += row.scored
             if row.samples and sequence.params.logprobs is not None:
