@@ -37,14 +37,18 @@ CORPUS = (
 
 
 def write_tiny_llama(
-    folder: Path, *, seed: int = 0, special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+    folder: Path,
+    *,
+    seed: int = 0,
+    num_layers: int = NUM_LAYERS,
+    special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
 ) -> Path:
     """Write the checkpoint to `folder` (made if missing); the same seed writes the same weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(seed, num_layers), folder / "model.safetensors", metadata={"format": "pt"})
     _tokenizer(special_tokens).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    _write_json(folder / "config.json", _config())
+    _write_json(folder / "config.json", _config(num_layers))
     _write_json(
         folder / "generation_config.json",
         {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
@@ -65,14 +69,14 @@ def write_tiny_llama(
     return folder
 
 
-def _config() -> dict[str, object]:
+def _config(num_layers: int) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": INTERMEDIATE_SIZE,
-        "num_hidden_layers": NUM_LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -90,7 +94,7 @@ def _config() -> dict[str, object]:
     }
 
 
-def _weights(seed: int) -> dict[str, np.ndarray]:
+def _weights(seed: int, num_layers: int) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
@@ -104,7 +108,7 @@ def _weights(seed: int) -> dict[str, np.ndarray]:
         "model.norm.weight": np.ones(HIDDEN_SIZE, np.float32),
         "lm_head.weight": matrix(VOCAB_SIZE, HIDDEN_SIZE),
     }
-    for layer in range(NUM_LAYERS):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
         weights |= {
             prefix + "input_layernorm.weight": np.ones(HIDDEN_SIZE, np.float32),

@@ -20,8 +20,8 @@ BLOCK_SIZE, NUM_BLOCKS = 8, 20
 ROUNDING = 2e-5  # more than the logits of a row differ with what else is in its batch
 
 
-def write_model(folder):
-    write_tiny_llama(folder, special_tokens=(*SPECIAL_TOKENS, *TAGS))
+def write_model(folder, **shape):
+    write_tiny_llama(folder, special_tokens=(*SPECIAL_TOKENS, *TAGS), **shape)
     (folder / "chat_template.jinja").write_text(TAGGED)
     return folder
 
@@ -84,6 +84,18 @@ def some_sampling(draw, max_tokens):
     return options
 
 
+def some_beams(draw):
+    num_beams, num_groups = draw.choice(((2, 1), (3, 1), (4, 1), (4, 2), (3, 3)))
+    return {
+        "num_beams": num_beams,
+        "n": draw.randint(1, num_beams),
+        "length_penalty": draw.choice((-1.0, 0.0, 1.0, 2.0)),
+        "early_stopping": draw.choice((False, True, "never")),
+        "num_beam_groups": num_groups,
+        "diversity_penalty": draw.uniform(0.1, 3) if num_groups > 1 else 0.0,
+    }
+
+
 class ShakenRunner(ModelRunner):
     """Moves each logit at random by as much as rounding may."""
 
@@ -107,8 +119,9 @@ class TinyModel:
         self.runner = ModelRunner(EngineConfig(**self.config), eos_token_ids=eos_token_ids)
         shaken = copy.copy(self.runner)
         shaken.__class__ = ShakenRunner
-        self._alone = self.engine(enable_prefix_caching=False)
-        self._shaken = self.engine(enable_prefix_caching=False, runner=shaken)
+        still = {"enable_prefix_caching": False, "clock": lambda: 0.0}
+        self._alone = self.engine(**still)
+        self._shaken = self.engine(**still, runner=shaken)
 
     def engine(self, *, runner=None, clock=None, **config):
         return LLMEngine(
