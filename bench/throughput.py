@@ -50,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{options.workload} has no workload {unknown[0]!r}; it has {known}")
     if not options.model.is_dir():
         sys.exit(f"no model in {options.model}: tokenmill models fetch {options.model.name}")
-    engine = LLMEngine(
-        EngineConfig(model=str(options.model), dtype=options.dtype, num_threads=options.threads)
-    )
+    quantized = options.dtype == "int8"
+    kept = {
+        "dtype": "auto" if quantized else options.dtype,
+        "quantization": "int8" if quantized else "none",
+    }
+    engine = LLMEngine(EngineConfig(model=str(options.model), num_threads=options.threads, **kept))
     result: dict[str, Any] = {
         "peer": "tokenmill",
         "version": _version(),
@@ -65,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         systems: dict[str, System] = {"engine": _system(engine)}
         processes: dict[str, Callable[[], list[int]]] = {"engine": lambda: [os.getpid()]}
         if options.through == "service":
-            settings = {"TOKENMILL_DTYPE": options.dtype, "TOKENMILL_THREADS": str(options.threads)}
+            settings = {f"TOKENMILL_{name.upper()}": value for name, value in kept.items()}
+            settings["TOKENMILL_THREADS"] = str(options.threads)
             service, process = stack.enter_context(running_service(options.model, settings))
             systems["service"] = service
             processes["service"] = lambda: list(descendants(process))
@@ -175,7 +179,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--through", choices=("engine", "service"), default="engine")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="checkpoint folder")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--dtype", default="float32", help="of weights and KV cache, or int8: of weights alone"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--label", default="", help="free text copied to the result")
     options = parser.parse_args(arguments)

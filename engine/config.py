@@ -12,6 +12,7 @@ class EngineConfig:
     # how weights and KV cache are kept: float32, bfloat16, float16 or auto, which is the
     # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32
     dtype: str = "auto"
+    quantization: str = "none"  # int8: weights in 8 bits, by a CPU's compiled kernels
     kernels: str = "auto"  # auto: compiled ones where they run; reference: plain PyTorch
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: int = 16  # tokens per KV block
@@ -32,6 +33,8 @@ class EngineConfig:
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
             )
+        if self.quantization not in ("none", "int8"):
+            raise ValueError(f"quantization must be none or int8, got {self.quantization!r}")
         if self.kernels not in ("auto", "reference"):
             raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:

@@ -354,20 +354,32 @@ def _dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dty
 
 def _packing(config: EngineConfig, device: torch.device, checkpoint: Checkpoint) -> Packing | None:
     """How compiled kernels keep the model, where they can run."""
-    if device.type != "cpu" or config.kernels == "reference":
-        return None
-    # Numba takes a second to import, and a GPU does without
-    from engine.kernels.cpu import PANEL, unavailable
-
-    reason = unavailable()
-    if reason is None and config.block_size % PANEL:
-        reason = f"block_size is no multiple of {PANEL}: {config.block_size}"
-    if reason is not None:
+    reason = _not_packed_because(config, device)
+    if reason is None:
+        # weights as the checkpoint has them: nothing is lost, and no byte read that was not there
+        kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+        if config.quantization == "int8":
+            kept = torch.int8
+        return Packing(block_size=config.block_size, weight_dtype=kept)
+    if config.quantization != "none":
+        raise ValueError(f"quantization {config.quantization} needs compiled CPU kernels: {reason}")
+    if device.type == "cpu" and config.kernels != "reference":
         logger.warning("slow kernels in use, no compiled ones: %s", reason)
-        return None
-    # weights as the checkpoint has them: nothing is lost, and nothing is read that was not there
-    kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    return Packing(block_size=config.block_size, weight_dtype=kept)
+    return None
+
+
+def _not_packed_because(config: EngineConfig, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"the device is {device}"
+    if config.kernels == "reference":
+        return "kernels is reference"
+    # Numba takes a second to import, and a GPU does without
+    from engine.kernels.cpu import unavailable
+    from engine.kernels.cpu.emit import PANEL
+
+    if config.block_size % PANEL:
+        return f"block_size is no multiple of {PANEL}: {config.block_size}"
+    return unavailable()
 
 
 def _max_model_len(config: EngineConfig, model: Model) -> int:

@@ -79,6 +79,9 @@ class Settings:
         "for a CPU's KV cache. A CPU computes in float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = _setting(
+        "none", "int8: weights in 8 bits, on a CPU with compiled kernels.", choices=("none", "int8")
+    )
     kernels: str = _setting(
         "auto",
         "auto: compiled kernels where they run; reference: plain PyTorch.",

@@ -138,6 +138,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
     return EngineConfig(
         model=model.path,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         kernels=settings.kernels,
         device=settings.device,
         block_size=settings.block_size,

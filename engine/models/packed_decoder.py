@@ -13,21 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import MAX_THREADS, stack
-from engine.kernels.cpu.attention import AttentionShape, plan_attention
-from engine.kernels.cpu.matmul import KINDS, pack, padded
-from engine.kernels.cpu.vectors import MAX_ROWS, PANEL
+from engine.kernels.cpu import MAX_THREADS, stack, step
+from engine.kernels.cpu.attention import AttentionShape, Plan, plan_attention
+from engine.kernels.cpu.emit import PANEL
+from engine.kernels.cpu.matmul import KINDS, pack, pack_int8, padded
+from engine.kernels.cpu.tiles import MAX_ROWS
+from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
 from engine.kv_cache import LayerShape
 from engine.layers.attention import AttentionMetadata
 from engine.layers.rotary import RotaryEmbedding
-from engine.models.decoder import (
-    IGNORED,
-    IGNORED_WHEN_TIED,
-    DecoderLayer,
-    DecoderLoader,
-)
+from engine.models.decoder import IGNORED, IGNORED_WHEN_TIED, DecoderLayer, DecoderLoader
 from engine.models.settings import DecoderSettings
 from engine.weights import Checkpoint
 
@@ -37,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class PackedDecoder:
-    """A `Model` whose step is three calls: embed, all layers, logits."""
+    """A `Model` whose step is one call."""
 
     def __init__(
         self,
@@ -45,50 +42,40 @@ class PackedDecoder:
         settings: DecoderSettings,
         *,
         block_size: int,  # a multiple of 16
-        weight_dtype: torch.dtype,  # float32, float16 or bfloat16: how weights are kept
+        weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
         kv_dtype: torch.dtype,  # likewise keys and values; all arithmetic is in float32
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
         assert block_size % PANEL == 0
         s = settings
-        loader = DecoderLoader(checkpoint, s, torch.float32, CPU, REFERENCE)
         self.vocab_size = s.vocab_size
         self.max_position_embeddings = s.max_position_embeddings
         self.rotary = RotaryEmbedding(s.rotary_dim, s.rope_theta, s.rope_scaling, CPU)
-        head_dim = padded(s.head_dim)
-        kept = LayerShape(num_kv_heads=s.num_kv_heads, head_dim=head_dim)
-        self.kv_layers = (kept,) * s.num_layers
+        self.kv_layers = (
+            LayerShape(num_kv_heads=s.num_kv_heads, head_dim=padded(s.head_dim)),
+        ) * s.num_layers
+        self.weight_dtype = weight_dtype
         self._settings = s
-        self._weight_dtype = weight_dtype
-        self._held: list[Tensor] = []  # what addresses point to
-        self._shape = stack.StackShape(
-            hidden_size=s.hidden_size,
-            head_dim=s.head_dim,
-            eps=np.float32(s.rms_norm_eps),
-            scale=np.float32(s.head_dim**-0.5),
-            attention=AttentionShape(
-                num_heads=s.num_heads,
-                num_kv_heads=s.num_kv_heads,
-                head_dim=head_dim,
-                block_size=block_size,
-                kv_kind=KINDS[kv_dtype],
-                kv_bytes=kv_dtype.itemsize,
-            ),
-            weight_kind=KINDS[weight_dtype],
-            weight_bytes=weight_dtype.itemsize,
+        self._attention = AttentionShape(
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=padded(s.head_dim),
+            block_size=block_size,
+            kv_kind=KINDS[kv_dtype],
+            kv_bytes=kv_dtype.itemsize,
         )
+        self._held: list[Tensor] = []  # what addresses point to
         self._layers = np.zeros((s.num_layers, stack.NUM_COLUMNS), np.int64)
-        for i, row in enumerate(self._layers):
-            self._pack_layer(loader.layer(i), row)
-            row[stack.WINDOW] = s.sliding_windows[i] or 0
-        self._norm = self._keep(loader.norm("model.norm", s.hidden_size).weight)
-        embedding = loader.tensor("model.embed_tokens.weight", s.vocab_size, s.hidden_size)
-        self._embedding = self._lm_head = self._pack(embedding)
-        if not s.tie_word_embeddings:
-            lm_head = loader.tensor("lm_head.weight", s.vocab_size, s.hidden_size)
-            self._lm_head = self._pack(lm_head)
+        self._table = np.zeros(step.TABLE_SIZE, np.int64)
+        self._numbers = np.array([s.rms_norm_eps, s.head_dim**-0.5], np.float32)
+        self._fill_table()
+        loader = DecoderLoader(checkpoint, s, torch.float32, CPU, REFERENCE)
+        self._pack_all(loader)
         checkpoint.check_all_taken(IGNORED_WHEN_TIED if s.tie_word_embeddings else IGNORED)
-        self._buffers = self._make_buffers(PANEL)
+        self._num_workers = _num_workers()
+        self._capacity = 0  # tokens that the buffers hold
+        self._buffers: dict[int, Tensor] = {}
+        self._make_buffers(PANEL)
         self._warm_up(kv_dtype)
 
     def forward(
@@ -97,44 +84,102 @@ class PackedDecoder:
         positions: Tensor,  # [T] int64, of each token in its own sequence
         metadata: AttentionMetadata,
         kv_caches: Sequence[Tensor],  # of each layer, changed
-        logit_rows: Tensor,  # [R] int64, the tokens of the batch whose logits are wanted
+        logit_rows: Tensor,  # [R] int64: the tokens of the batch whose logits are wanted
     ) -> Tensor:  # [R, vocab] float32
-        num_tokens, num_rows = len(token_ids), len(logit_rows)
-        if len(self._buffers.residual) < num_tokens:
-            self._buffers = self._make_buffers(num_tokens)
-        shape, buffers, workers = self._shape, self._buffers, len(self._buffers.tiles)
-        numba.set_num_threads(workers)  # of the calling thread
-        cos, sin = self.rotary(positions)
-        cu_query_lens = metadata.cu_query_lens.numpy().astype(np.int64)
-        seq_lens = metadata.seq_lens.numpy().astype(np.int64)
+        assert len(logit_rows) <= len(token_ids), "a row's logits are wanted once"
+        if self._capacity < len(token_ids):
+            self._make_buffers(len(token_ids))
         for row, cache in zip(self._layers, kv_caches, strict=True):
             row[stack.KV_CACHE] = cache.data_ptr()
-        size, kind, item = shape.hidden_size, shape.weight_kind, shape.weight_bytes
-        stack.embed(token_ids.numpy(), self._embedding, buffers.residual, size, kind, item)
-        stack.run_layers(
-            self._layers,
-            shape,
-            buffers,
-            cos.numpy(),
-            sin.numpy(),
-            metadata.slot_mapping.numpy(),
-            metadata.block_tables.numpy().astype(np.int64),
-            cu_query_lens,
-            seq_lens,
-            logit_rows.numpy(),
-            plan_attention(cu_query_lens, seq_lens, shape.attention, workers),
+        cos, sin = self.rotary(positions)
+        cu_query_lens, seq_lens = metadata.cu_query_lens.long(), metadata.seq_lens.long()
+        tensors = {
+            step.IDS: token_ids,
+            step.COS: cos,
+            step.SIN: sin,
+            step.SLOT_MAPPING: metadata.slot_mapping,
+            step.WANTED: logit_rows,
+            step.BLOCK_TABLES: metadata.block_tables.long(),
+            step.CU_QUERY_LENS: cu_query_lens,
+            step.SEQ_LENS: seq_lens,
+            step.LOGITS: torch.empty((len(logit_rows), padded(self.vocab_size))),
+            step.MEETING: torch.zeros(8, dtype=torch.int64),
+            step.CURSORS: torch.zeros(len(self._layers), dtype=torch.int64),
+        }
+        table = self._table
+        for column, tensor in tensors.items():
+            assert tensor.is_contiguous()
+            table[column] = tensor.data_ptr()
+        table[step.NUM_TOKENS], table[step.NUM_WANTED] = len(token_ids), len(logit_rows)
+        table[step.NUM_SEQUENCES], table[step.MAX_BLOCKS] = tensors[step.BLOCK_TABLES].shape
+        plan = plan_attention(
+            cu_query_lens.numpy(), seq_lens.numpy(), self._attention, self._num_workers
         )
-        logits = torch.empty((num_rows, padded(self.vocab_size)))
-        stack.head(
-            buffers.residual, self._norm, shape.eps, buffers.hidden, self._lm_head,
-            logits.numpy(), num_rows, size, kind, item, workers,
-        )  # fmt: skip
-        return logits[:, : self.vocab_size]
+        self._put_plan(plan)
+        numba.set_num_threads(self._num_workers)  # of the calling thread
+        step.run_step(table)
+        return tensors[step.LOGITS][:, : self.vocab_size]
+
+    def _put_plan(self, plan: Plan) -> None:
+        table = self._table
+        table[step.ITEMS], table[step.NUM_ITEMS] = plan.items.ctypes.data, len(plan.items)
+        table[step.MERGES], table[step.NUM_MERGES] = plan.merges.ctypes.data, len(plan.merges)
+        table[step.PARTIALS] = plan.partials.ctypes.data
+        table[step.NUM_PARTIALS] = len(plan.partials)
+        table[step.SCRATCH] = plan.scratch.ctypes.data
+        table[step.SCRATCH_SIZE] = plan.scratch.shape[1]
+
+    def _fill_table(self) -> None:
+        """What is the same in every step."""
+        s, attention, table = self._settings, self._attention, self._table
+        width = max(attention.num_heads * attention.head_dim, padded(s.hidden_size))
+        width = max(width, padded(s.intermediate_size))
+        for column, number in {
+            step.LAYERS: self._layers.ctypes.data,
+            step.NUM_LAYERS: s.num_layers,
+            step.EPS_AND_SCALE: self._numbers.ctypes.data,
+            step.HIDDEN_SIZE: s.hidden_size,
+            step.MODEL_HEAD_DIM: s.head_dim,
+            step.WEIGHT_KIND: KINDS[self.weight_dtype],
+            step.ROTARY_HALF: s.rotary_dim // 2,
+            step.HIDDEN_WIDTH: padded(s.hidden_size),
+            step.GATED_WIDTH: padded(s.intermediate_size),
+            step.QUANTIZED_WIDTH: 1 + (width + 1) // 2 if self.weight_dtype == torch.int8 else 1,
+            step.VOCAB_WIDTH: padded(s.vocab_size),
+            step.NUM_HEADS: attention.num_heads,
+            step.NUM_KV_HEADS: attention.num_kv_heads,
+            step.HEAD_DIM: attention.head_dim,
+            step.BLOCK_SIZE: attention.block_size,
+            step.KV_KIND: attention.kv_kind,
+            step.KV_BYTES: attention.kv_bytes,
+        }.items():
+            table[column] = number
+
+    def _make_buffers(self, num_tokens: int) -> None:
+        """Room for the activations of so many tokens."""
+        table, attention = self._table, self._attention
+        num_parts = attention.num_heads + 2 * attention.num_kv_heads
+        self._capacity = num_tokens
+        self._buffers = {
+            column: allocate((num_tokens, int(width)), torch.float32, CPU)
+            for column, width in {
+                step.RESIDUAL: table[step.HIDDEN_WIDTH],
+                step.HIDDEN: table[step.HIDDEN_WIDTH],
+                step.HEADS: num_parts * attention.head_dim,
+                step.ATTENDED: attention.num_heads * attention.head_dim,
+                step.GATED: table[step.GATED_WIDTH],
+                step.QUANTIZED: table[step.QUANTIZED_WIDTH],
+            }.items()
+        }
+        self._buffers[step.TILES] = torch.empty((self._num_workers, 2, MAX_ROWS, PANEL))
+        for column, buffer in self._buffers.items():
+            table[column] = buffer.data_ptr()
+        table[step.NUM_WORKERS] = self._num_workers
 
     def _warm_up(self, kv_dtype: torch.dtype) -> None:
         """Compile what is not yet on disk: one token, in a cache of one block."""
         started = time.monotonic()
-        block_size, first = self._shape.attention.block_size, torch.zeros(1, dtype=torch.int64)
+        block_size, first = self._attention.block_size, torch.zeros(1, dtype=torch.int64)
         self.forward(
             first,
             first,
@@ -152,28 +197,22 @@ class PackedDecoder:
         )
         logger.info("kernels ready: seconds=%.1f", time.monotonic() - started)
 
-    def _make_buffers(self, num_tokens: int) -> stack.Buffers:
-        s, attention = self._settings, self._shape.attention
-        hidden_size, width = padded(s.hidden_size), padded(s.intermediate_size)
-        num_heads, num_kv_heads, head_dim = s.num_heads, s.num_kv_heads, attention.head_dim
-        num_threads = min(torch.get_num_threads(), MAX_THREADS)
-
-        def rows(*shape: int) -> np.ndarray:
-            return allocate((num_tokens, *shape), torch.float32, CPU).numpy()
-
-        return stack.Buffers(
-            residual=rows(hidden_size),
-            hidden=rows(hidden_size),
-            heads=rows(num_heads + 2 * num_kv_heads, head_dim),
-            attended=rows(num_heads, head_dim),
-            gated=rows(width),
-            tiles=np.zeros((num_threads, 2, MAX_ROWS, PANEL), np.float32),
-        )
+    def _pack_all(self, loader: DecoderLoader) -> None:
+        s, table = self._settings, self._table
+        for i, row in enumerate(self._layers):
+            self._pack_layer(loader.layer(i), row)
+            row[stack.WINDOW] = s.sliding_windows[i] or 0
+        table[step.NORM] = self._keep(loader.norm("model.norm", s.hidden_size).weight)
+        tokens = loader.tensor("model.embed_tokens.weight", s.vocab_size, s.hidden_size)
+        table[step.EMBEDDING] = table[step.LM_HEAD] = self._pack(tokens)
+        if not s.tie_word_embeddings:
+            head = loader.tensor("lm_head.weight", s.vocab_size, s.hidden_size)
+            table[step.LM_HEAD] = self._pack(head)
 
     def _pack_layer(self, layer: DecoderLayer, row: np.ndarray) -> None:
         s = self._settings
         attention, mlp = layer.attention, layer.mlp
-        head_dim = padded(s.head_dim)
+        head_dim, hidden_size = padded(s.head_dim), padded(s.hidden_size)
         row[stack.ATTENTION_NORM] = self._keep(layer.attention_norm.weight)
         row[stack.MLP_NORM] = self._keep(layer.mlp_norm.weight)
         if attention.query_norm is not None and attention.key_norm is not None:
@@ -184,15 +223,17 @@ class PackedDecoder:
         row[stack.QKV_BIAS] = self._keep_bias(attention.qkv.bias, num_parts, head_dim)
         out = _fill_rows(attention.out.weight.T, s.num_heads, head_dim).T
         row[stack.OUT] = self._pack(out)
-        row[stack.OUT_BIAS] = self._keep_bias(attention.out.bias, 1, padded(s.hidden_size))
+        row[stack.OUT_BIAS] = self._keep_bias(attention.out.bias, 1, hidden_size)
         width = padded(s.intermediate_size)
         row[stack.GATE_UP] = self._pack(_fill_rows(mlp.gate_up.weight, 2, width))
         row[stack.GATE_UP_BIAS] = self._keep_bias(mlp.gate_up.bias, 2, width)
         row[stack.DOWN] = self._pack(_fill_rows(mlp.down.weight.T, 1, width).T)
-        row[stack.DOWN_BIAS] = self._keep_bias(mlp.down.bias, 1, padded(s.hidden_size))
+        row[stack.DOWN_BIAS] = self._keep_bias(mlp.down.bias, 1, hidden_size)
 
     def _pack(self, weight: Tensor) -> int:
-        return self._keep(pack(weight, self._weight_dtype))
+        if self.weight_dtype == torch.int8:
+            return self._keep(pack_int8(weight))
+        return self._keep(pack(weight, self.weight_dtype))
 
     def _keep_bias(self, bias: Tensor | None, num_parts: int, size: int) -> int:
         return 0 if bias is None else self._keep(_fill_rows(bias, num_parts, size))
@@ -201,6 +242,16 @@ class PackedDecoder:
         tensor = tensor.contiguous()
         self._held.append(tensor)
         return tensor.data_ptr()
+
+
+def _num_workers() -> int:
+    """Threads for a step: torch's number, where so many do run side by side."""
+    num_threads = min(torch.get_num_threads(), MAX_THREADS)
+    numba.set_num_threads(num_threads)
+    if num_threads > 1 and not run_side_by_side(num_threads):
+        logger.warning("one thread in use: OpenMP does not run %d at once", num_threads)
+        return 1
+    return num_threads
 
 
 def _fill_rows(

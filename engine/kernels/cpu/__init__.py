@@ -48,8 +48,6 @@ def _cache_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="tokenmill-kernels-"))
 
 
-PANEL = 16  # columns of a tile, and what a block's tokens must be a multiple of
-
 # annotated as a plain module, Numba's settings are unknown to a type checker
 _settings: Any = config
 _settings.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]

@@ -14,19 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from engine.kernels.cpu.vectors import (
-    MAX_ROWS,
-    PANEL,
-    exp_float,
-    fetch_add,
-    softmax_row,
-    store_number,
-    tile,
-)
+from engine.kernels.cpu.emit import PANEL
+from engine.kernels.cpu.tiles import MAX_ROWS, tile
+from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
+from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
 STRETCH = 256  # keys under one softmax
 MAX_ITEM_ROWS = 48  # query rows that share one read of keys and values
-PIECES_PER_WORKER = 8  # with fewer items than this, each is cut into its stretches
+ITEMS_PER_WORKER = 8  # with fewer items than this, each is cut into its stretches
 
 # columns of a plan's items
 SEQUENCE, KV_HEAD, FIRST_ROW, END_ROW, FIRST_STRETCH, END_STRETCH, PARTIAL = range(7)
@@ -37,10 +32,27 @@ class AttentionShape(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    block_size: int
-    kv_kind: int  # how the cache stores numbers, see `vectors`
+    head_dim: int  # a multiple of 16
+    block_size: int  # a multiple of 16
+    kv_kind: int  # how the cache stores numbers, see `emit`
     kv_bytes: int  # of a stored number
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of one step lie, as in `AttentionMetadata`."""
+
+    block_tables: np.ndarray  # [N, max_blocks] int64
+    cu_query_lens: np.ndarray  # [N + 1] int64
+    seq_lens: np.ndarray  # [N] int64
+
+
+class Scores(NamedTuple):
+    """What a layer does to its scores before the softmax."""
+
+    scale: np.float32
+    window: int  # 0: none
+    softcap: np.float32  # 0: none
+    sinks: np.ndarray  # [H] float32, or empty
 
 
 class Plan(NamedTuple):
@@ -49,8 +61,29 @@ class Plan(NamedTuple):
     items: np.ndarray  # [num_items, 7] int64, the dearest first
     merges: np.ndarray  # [num_merges, 5] int64: sequence, kv head, first row, first partial, number
     partials: np.ndarray  # [num_partials, MAX_ITEM_ROWS, D + 2] float32
-    cursor: np.ndarray  # [1] int64, the next item to take
     scratch: np.ndarray  # [num_workers, …] float32
+
+
+class Scratch(NamedTuple):
+    """A worker's own memory, cut up."""
+
+    queries: np.ndarray  # [MAX_ITEM_ROWS, D]
+    totals: np.ndarray  # [MAX_ITEM_ROWS, D + 2] of each row its values, peak and sum so far
+    scores: np.ndarray  # [MAX_ROWS, STRETCH]
+    parts: np.ndarray  # [MAX_ROWS, D + 2] the same over one stretch
+
+
+@njit(nogil=True, cache=True)
+def count_items(cu_query_lens, seq_lens, shape):
+    """Items of a step, whole and cut into stretches (at most)."""
+    group = shape.num_heads // shape.num_kv_heads
+    whole, pieces = 0, 0
+    for n in range(len(seq_lens)):
+        num_rows = (cu_query_lens[n + 1] - cu_query_lens[n]) * group
+        items = -(-num_rows // MAX_ITEM_ROWS) * shape.num_kv_heads
+        whole += items
+        pieces += items * -(-seq_lens[n] // STRETCH)
+    return whole, pieces
 
 
 @njit(nogil=True, cache=True)
@@ -61,54 +94,41 @@ def plan_attention(
     num_workers,
 ):
     """Items of at most 48 query rows of one sequence and KV head, cut along keys when few."""
-    num_sequences = len(seq_lens)
     group = shape.num_heads // shape.num_kv_heads
-    num_tiles = 0
-    num_pieces = 0
-    for n in range(num_sequences):
-        num_rows = (cu_query_lens[n + 1] - cu_query_lens[n]) * group
-        tiles = -(-num_rows // MAX_ITEM_ROWS) * shape.num_kv_heads
-        num_tiles += tiles
-        num_pieces += tiles * -(-seq_lens[n] // STRETCH)
-    cut = num_workers > 1 and num_tiles < PIECES_PER_WORKER * num_workers
-    items = np.empty((num_pieces if cut else num_tiles, 7), np.int64)
-    merges = np.empty((num_tiles if cut else 0, 5), np.int64)
-    partials = np.empty((num_pieces if cut else 0, MAX_ITEM_ROWS, shape.head_dim + 2), np.float32)
+    whole, pieces = count_items(cu_query_lens, seq_lens, shape)
+    cut = num_workers > 1 and whole < ITEMS_PER_WORKER * num_workers
+    items = np.empty((pieces if cut else whole, 7), np.int64)
+    merges = np.empty((whole if cut else 0, 5), np.int64)
     costs = np.empty(len(items), np.int64)
-    num_items = 0
-    num_merges = 0
-    for n in range(num_sequences):
+    num_items, num_merges = 0, 0
+    for n in range(len(seq_lens)):
         query_len = cu_query_lens[n + 1] - cu_query_lens[n]
-        num_rows = query_len * group
-        for first in range(0, num_rows, MAX_ITEM_ROWS):
-            end = min(first + MAX_ITEM_ROWS, num_rows)
+        for first in range(0, query_len * group, MAX_ITEM_ROWS):
+            end = min(first + MAX_ITEM_ROWS, query_len * group)
             seen = seq_lens[n] - query_len + (end - 1) // group + 1
             stretches = -(-seen // STRETCH)
+            step = 1 if cut else stretches
             for head in range(shape.num_kv_heads):
                 if cut:
-                    merges[num_merges, 0] = n
-                    merges[num_merges, 1] = head
-                    merges[num_merges, 2] = first
-                    merges[num_merges, 3] = num_items
-                    merges[num_merges, 4] = stretches
+                    entry = merges[num_merges]
+                    entry[0], entry[1], entry[2] = n, head, first
+                    entry[3], entry[4] = num_items, stretches
                     num_merges += 1
-                step = 1 if cut else stretches
                 for stretch in range(0, stretches, step):
+                    partial = num_items if cut else -1
                     item = items[num_items]
                     item[SEQUENCE], item[KV_HEAD] = n, head
                     item[FIRST_ROW], item[END_ROW] = first, end
                     item[FIRST_STRETCH], item[END_STRETCH] = stretch, stretch + step
-                    item[PARTIAL] = num_items if cut else -1
+                    item[PARTIAL] = partial
                     costs[num_items] = (end - first + 6) * min(seen, step * STRETCH)
                     num_items += 1
-    order = np.argsort(-costs[:num_items])
     room = MAX_ITEM_ROWS * (2 * shape.head_dim + 2) + MAX_ROWS * (STRETCH + shape.head_dim + 2)
     return Plan(
-        items[:num_items][order],
+        items[:num_items][np.argsort(-costs[:num_items])],
         merges[:num_merges],
-        partials,
-        np.zeros(1, np.int64),
-        np.empty((num_workers, room + 16), np.float32),
+        np.empty((pieces if cut else 0, MAX_ITEM_ROWS, shape.head_dim + 2), np.float32),
+        np.empty((num_workers, room), np.float32),
     )
 
 
@@ -151,7 +171,8 @@ def merge(total, part, head_dim):
     if part[head_dim + 1] == 0.0:
         return  # nothing seen
     if total[head_dim + 1] == 0.0:
-        total[:] = part
+        for d in range(head_dim + 2):
+            total[d] = part[d]
         return
     peak = max(total[head_dim], part[head_dim])
     kept = exp_float(total[head_dim] - peak)
@@ -163,9 +184,10 @@ def merge(total, part, head_dim):
 
 
 @njit(nogil=True, cache=True)
-def finish_row(total, out, head_dim, sink, has_sink):
-    """Divide by the sum; a sink is one more score, of a key without a value."""
-    if has_sink:
+def finish_row(total, out, head_dim, sinks, h):
+    """Divide by the sum; a head's sink is one more score, of a key without a value."""
+    if len(sinks):
+        sink = sinks[h]
         peak = max(total[head_dim], sink)
         kept = exp_float(total[head_dim] - peak)
         weight = kept / (total[head_dim + 1] * kept + exp_float(sink - peak))
@@ -176,132 +198,168 @@ def finish_row(total, out, head_dim, sink, has_sink):
 
 
 @njit(nogil=True, cache=True)
-def attend_item(
-    item, query, out, cache, block_tables, cu_query_lens, seq_lens, shape, scale, window, softcap,
-    sinks, plan, scratch,
-):  # fmt: skip
-    """One item: its rows of queries over its stretches of keys."""
-    n, head = item[SEQUENCE], item[KV_HEAD]
-    first_row, end_row = item[FIRST_ROW], item[END_ROW]
-    num_rows = end_row - first_row
-    head_dim = shape.head_dim
+def cut_up(memory, head_dim):
+    """A worker's scratch memory as arrays."""
     width = head_dim + 2
+    totals_at = MAX_ITEM_ROWS * head_dim
+    scores_at = totals_at + MAX_ITEM_ROWS * width
+    parts_at = scores_at + MAX_ROWS * STRETCH
+    return Scratch(
+        memory[:totals_at].reshape(MAX_ITEM_ROWS, head_dim),
+        memory[totals_at:scores_at].reshape(MAX_ITEM_ROWS, width),
+        memory[scores_at:parts_at].reshape(MAX_ROWS, STRETCH),
+        memory[parts_at : parts_at + MAX_ROWS * width].reshape(MAX_ROWS, width),
+    )
+
+
+@njit(nogil=True, cache=True)
+def attend_tile(queries, rows, places, base, cache, table, head, shape, scores, scratch):
+    """Up to 6 rows over the keys of one stretch that they see, into `scratch.parts`.
+
+    Returns whether they see any. `places` says where the rows stand, see `row_place`.
+    """
+    head_dim, kind = shape.head_dim, shape.kv_kind
+    first_place, group, offset = places
+    end = min(row_place(first_place, group, offset, rows - 1) + 1, base + STRETCH)
+    start = base
+    if scores.window > 0:
+        start = max(base, row_place(first_place, group, offset, 0) + 1 - scores.window)
+    if start >= end:
+        return False
+    first_key = start // PANEL * PANEL
+    num_panels = -(-(end - first_key) // PANEL)
+    made = scratch.scores.ctypes.data
+    for p in range(num_panels):
+        keys = key_panel_at(cache, table, first_key + p * PANEL, head, shape)
+        tile(
+            queries, head_dim, keys, PANEL, made + 4 * PANEL * p, STRETCH, 0, 0, head_dim, rows,
+            kind,
+        )  # fmt: skip
+    for i in range(rows):
+        place = row_place(first_place, group, offset, i)
+        first_seen = 0
+        if scores.window > 0:
+            first_seen = max(0, place + 1 - scores.window - first_key)
+        softmax_row(
+            made + 4 * STRETCH * i, num_panels, first_seen, place + 1 - first_key, scores.scale,
+            scores.softcap, scratch.parts[i].ctypes.data + 4 * head_dim,
+        )  # fmt: skip
+    values_at = shape.block_size * head_dim * shape.kv_bytes
+    width = head_dim + 2
+    for p in range(num_panels):
+        key = first_key + p * PANEL
+        values = key_panel_at(cache, table, key, head, shape) + values_at
+        # slots past the last key may hold anything: they are not touched
+        count = min(PANEL, end - key)
+        for d in range(0, head_dim, PANEL):
+            part = scratch.parts.ctypes.data + 4 * d
+            tile(
+                made + 4 * PANEL * p, STRETCH, values + d * shape.kv_bytes, head_dim, part, width,
+                part if p > 0 else 0, width, count, rows, kind,
+            )  # fmt: skip
+    return True
+
+
+@njit(nogil=True, cache=True)
+def row_place(first_place, group, offset, row):
+    """A row's place in its sequence: the heads of a group stand at one."""
+    return first_place + (offset + row) // group
+
+
+@njit(nogil=True, cache=True)
+def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker):
+    """One item: its rows of queries over its stretches of keys."""
+    n, head, first_row = item[SEQUENCE], item[KV_HEAD], item[FIRST_ROW]
+    num_rows = item[END_ROW] - first_row
+    head_dim = shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
-    begin = cu_query_lens[n]
-    before = seq_lens[n] - (cu_query_lens[n + 1] - begin)  # the first query's place
-    table = block_tables[n]
-    queries = scratch[: MAX_ITEM_ROWS * head_dim].reshape(MAX_ITEM_ROWS, head_dim)
-    at = MAX_ITEM_ROWS * head_dim
-    totals = scratch[at : at + MAX_ITEM_ROWS * width].reshape(MAX_ITEM_ROWS, width)
-    at += MAX_ITEM_ROWS * width
-    scores = scratch[at : at + MAX_ROWS * STRETCH]
-    at += MAX_ROWS * STRETCH
-    parts = scratch[at : at + MAX_ROWS * width].reshape(MAX_ROWS, width)
+    begin = sequences.cu_query_lens[n]
+    before = sequences.seq_lens[n] - (sequences.cu_query_lens[n + 1] - begin)
+    table = sequences.block_tables[n]
+    scratch = cut_up(plan.scratch[worker], head_dim)
+    totals = scratch.totals
     if item[PARTIAL] >= 0:
         totals = plan.partials[item[PARTIAL]]
     for i in range(num_rows):
         row = first_row + i
-        queries[i] = query[begin + row // group, head * group + row % group]
+        token, h = begin + row // group, head * group + row % group
+        for d in range(head_dim):
+            scratch.queries[i, d] = query[token, h, d]
         totals[i, head_dim + 1] = 0.0
-    values_at = shape.block_size * head_dim * shape.kv_bytes
     for stretch in range(item[FIRST_STRETCH], item[END_STRETCH]):
-        base = stretch * STRETCH
         for low in range(0, num_rows, MAX_ROWS):
             rows = min(MAX_ROWS, num_rows - low)
-            # what the tile's last row sees, and what its first begins with
-            end = before + (first_row + low + rows - 1) // group + 1
-            end = min(end, base + STRETCH)
-            start = base
-            if window > 0:
-                start = max(base, before + (first_row + low) // group + 1 - window)
-            if start >= end:
-                continue
-            first_key = start // PANEL * PANEL
-            num_panels = -(-(end - first_key) // PANEL)
-            tile_scores = scores.ctypes.data
-            for p in range(num_panels):
-                keys = key_panel_at(cache, table, first_key + p * PANEL, head, shape)
-                tile(
-                    queries[low:].ctypes.data, head_dim, keys, PANEL,
-                    tile_scores + 4 * PANEL * p, STRETCH, 0, 0, head_dim, rows, shape.kv_kind,
-                )  # fmt: skip
-            for i in range(rows):
-                place = before + (first_row + low + i) // group
-                first_seen = 0
-                if window > 0:
-                    first_seen = max(0, place + 1 - window - first_key)
-                softmax_row(
-                    tile_scores + 4 * STRETCH * i, num_panels, first_seen, place + 1 - first_key,
-                    scale, softcap, parts[i].ctypes.data + 4 * head_dim,
-                )  # fmt: skip
-            for p in range(num_panels):
-                key = first_key + p * PANEL
-                values = key_panel_at(cache, table, key, head, shape) + values_at
-                # slots past the last key may hold anything: they are not touched
-                count = min(PANEL, end - key)
-                for d in range(0, head_dim, PANEL):
-                    made = parts.ctypes.data + 4 * d
-                    tile(
-                        tile_scores + 4 * PANEL * p, STRETCH, values + d * shape.kv_bytes,
-                        head_dim, made, width, made if p > 0 else 0, width, count, rows,
-                        shape.kv_kind,
-                    )  # fmt: skip
-            for i in range(rows):
-                merge(totals[low + i], parts[i], head_dim)
+            if attend_tile(
+                scratch.queries[low:].ctypes.data, rows, (before, group, first_row + low),
+                stretch * STRETCH, cache, table, head, shape, scores, scratch,
+            ):  # fmt: skip
+                for i in range(rows):
+                    merge(totals[low + i], scratch.parts[i], head_dim)
     if item[PARTIAL] < 0:
         for i in range(num_rows):
             row = first_row + i
             h = head * group + row % group
-            sink = sinks[h] if len(sinks) else np.float32(0.0)
-            finish_row(totals[i], out[begin + row // group, h], head_dim, sink, len(sinks) > 0)
+            finish_row(totals[i], out[begin + row // group, h], head_dim, scores.sinks, h)
 
 
 @njit(nogil=True, cache=True)
-def merge_pieces(entry, out, cu_query_lens, shape, sinks, plan, scratch):
+def merge_pieces(entry, out, cu_query_lens, shape, sinks, plan, worker):
     """Put the pieces of one item together, in order."""
-    n, head, first_row, first, count = entry
+    n, head, first_row, first, count = entry[0], entry[1], entry[2], entry[3], entry[4]
     head_dim = shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
     begin = cu_query_lens[n]
     end_row = min(first_row + MAX_ITEM_ROWS, (cu_query_lens[n + 1] - begin) * group)
-    total = scratch[: head_dim + 2]
+    total = plan.scratch[worker, : head_dim + 2]
     for row in range(first_row, end_row):
         total[head_dim + 1] = 0.0
         for piece in range(first, first + count):
             merge(total, plan.partials[piece, row - first_row], head_dim)
         h = head * group + row % group
-        sink = sinks[h] if len(sinks) else np.float32(0.0)
-        finish_row(total, out[begin + row // group, h], head_dim, sink, len(sinks) > 0)
+        finish_row(total, out[begin + row // group, h], head_dim, sinks, h)
+
+
+@njit(nogil=True, cache=True)
+def attend(
+    query,  # [T, H or more, D] float32
+    out,  # [T, H, D] float32, changed
+    cache,  # address of a layer's blocks, filled by `store_token`
+    sequences,
+    shape,
+    scores,
+    plan,
+    cursor,  # [1] int64, 0 at first: the next item, which the quickest worker takes
+    crew,
+    phase,
+):
+    """One worker's part of `reference.paged_attention`; returns the next phase.
+
+    All is there when all workers have come to its end.
+    """
+    while True:
+        index = fetch_add(cursor.ctypes.data, 1)
+        if index >= len(plan.items):
+            break
+        attend_item(
+            plan.items[index], query, out, cache, sequences, shape, scores, plan, crew.worker
+        )
+    if len(plan.merges):
+        wait_for_all(crew, phase)
+        phase += 1
+        low, high = share(len(plan.merges), crew)
+        for index in range(low, high):
+            merge_pieces(
+                plan.merges[index], out, sequences.cu_query_lens, shape, scores.sinks, plan,
+                crew.worker,
+            )  # fmt: skip
+    return phase
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def attend(
-    query,  # [T, H, D] float32
-    out,  # [T, H, D] float32, changed
-    cache,  # address of a layer's blocks
-    block_tables,  # [N, max_blocks] int64
-    cu_query_lens,  # [N + 1] int64
-    seq_lens,  # [N] int64
-    shape,
-    scale,  # float32
-    window,  # 0: none
-    softcap,  # float32, 0: none
-    sinks,  # [H] float32, or empty
-    plan,
-):
-    """`reference.paged_attention` over a cache that `store_token` has filled."""
+def attend_all(query, out, cache, sequences, shape, scores, plan):
+    """`attend` by all workers at once."""
     num_workers = len(plan.scratch)
-    plan.cursor[0] = 0
-    num_items = len(plan.items)
+    cursor, meeting = np.zeros(1, np.int64), np.zeros(8, np.int64)
     for worker in prange(num_workers):
-        scratch = plan.scratch[worker]
-        while True:
-            index = fetch_add(plan.cursor.ctypes.data, 1)
-            if index >= num_items:
-                break
-            attend_item(
-                plan.items[index], query, out, cache, block_tables, cu_query_lens, seq_lens,
-                shape, scale, window, softcap, sinks, plan, scratch,
-            )  # fmt: skip
-    for index in range(len(plan.merges)):
-        merge_pieces(plan.merges[index], out, cu_query_lens, shape, sinks, plan, plan.scratch[0])
+        crew = Crew(worker, num_workers, meeting)
+        attend(query, out, cache, sequences, shape, scores, plan, cursor, crew, 0)

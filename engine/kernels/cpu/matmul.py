@@ -5,14 +5,23 @@ read once, in order. Panels are shared out among threads; each takes all rows of
 step reads every weight once. The last panel is filled up with zeros.
 """
 
+import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from engine.kernels.cpu.vectors import BFLOAT16, FLOAT16, FLOAT32, MAX_ROWS, PANEL, tile
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
+from engine.kernels.cpu.tiles import MAX_ROWS, tile, tile_int8
+from engine.kernels.cpu.vectors import load_float, silu_mul_panel
+from engine.kernels.cpu.workers import share
 from engine.kernels.memory import allocate
 
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+KINDS = {
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+}
 
 
 def padded(size: int) -> int:
@@ -36,6 +45,60 @@ def pack(
     return packed
 
 
+def pack_int8(
+    weight: Tensor,  # [N, K] float
+) -> Tensor:  # [⌈N / 16⌉, 64 + 16 × K'] int8, K' the next even number
+    """The panels of a weight in 8 bits: of each its 16 rows' scales, then the rows by pairs.
+
+    A row's largest number becomes ±127, and all are rounded to the nearest.
+    """
+    num_outputs, num_inputs = weight.shape
+    filled = weight.new_zeros(padded(num_outputs), num_inputs + num_inputs % 2)
+    filled[:num_outputs, :num_inputs] = weight
+    scales = filled.abs().amax(dim=1) / 127
+    rounded = (filled / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).round().to(torch.int8)
+    rows = rounded.view(-1, PANEL, filled.shape[1] // 2, 2).transpose(1, 2)
+    packed = allocate(
+        (len(rows), 4 * PANEL + PANEL * filled.shape[1]), torch.int8, torch.device("cpu")
+    )
+    packed[:, : 4 * PANEL] = scales.view(-1, PANEL).contiguous().view(torch.int8)
+    packed[:, 4 * PANEL :] = rows.reshape(len(rows), -1)
+    return packed
+
+
+@njit(nogil=True, cache=True)
+def panel_bytes(num_inputs, kind):
+    """From one panel of a weight to the next."""
+    if kind == INT8:
+        return PANEL * (4 + num_inputs + num_inputs % 2)
+    return PANEL * num_inputs * (4 if kind == FLOAT32 else 2)
+
+
+@njit(nogil=True, cache=True)
+def quantize_row(x, num_inputs, out):
+    """One row as int16 with a scale, as `tile_int8` reads it; `out` is a row of float32 memory.
+
+    As fine as 32-bit sums over all inputs allow, 14 bits or so: the weights' 8 bits are all that
+    is lost. What is not a number, or infinite, makes the scale, and so the product, no number.
+    """
+    largest = np.float32(0.0)
+    for i in range(num_inputs):
+        largest = max(largest, abs(x[i]))
+    poison = np.float32(0.0)
+    for i in range(num_inputs):
+        poison += x[i] * np.float32(0.0)
+    levels = np.float32(min(32767, (2**31 - 1) // (127 * max(num_inputs, 1))))
+    factor = np.float32(0.0)
+    if largest > 0 and poison == 0:
+        factor = levels / largest
+    out[0] = largest / levels + poison
+    numbers = out[1:].view(np.int16)
+    for i in range(num_inputs):
+        numbers[i] = np.int16(np.rint(x[i] * factor))
+    if num_inputs % 2:
+        numbers[num_inputs] = 0
+
+
 @njit(nogil=True, cache=True)
 def panel_product(x, ldx, num_rows, panel, y, ldy, start, lds, k, kind):
     """Y[:, 16] = X [rows, k] × panel + start; all but counts are addresses and strides in floats.
@@ -44,7 +107,59 @@ def panel_product(x, ldx, num_rows, panel, y, ldy, start, lds, k, kind):
     """
     for row in range(0, num_rows, MAX_ROWS):
         rows = min(MAX_ROWS, num_rows - row)
-        begin = start + 4 * row * lds
-        tile(
-            x + 4 * row * ldx, ldx, panel, PANEL, y + 4 * row * ldy, ldy, begin, lds, k, rows, kind
+        left, made, begin = x + 4 * row * ldx, y + 4 * row * ldy, start + 4 * row * lds
+        if kind == INT8:
+            tile_int8(left, ldx, panel, made, ldy, begin, lds, k + k % 2, rows)
+        else:
+            tile(left, ldx, panel, PANEL, made, ldy, begin, lds, k, rows, kind)
+
+
+@njit(nogil=True, cache=True)
+def multiply(x, weight, bias, y, added, num_rows, num_inputs, kind, crew):
+    """One worker's panels of Y = X Wᵀ + bias, or of Y += X Wᵀ + bias where `added` says so.
+
+    X and Y are arrays whose first rows count; X as its weight's kind wants it, see `quantize_row`.
+    """
+    ldx, ldy = x.strides[0] // 4, y.strides[0] // 4
+    size = panel_bytes(num_inputs, kind)
+    low, high = share(y.shape[1] // PANEL, crew)
+    for p in range(low, high):
+        made = y.ctypes.data + 4 * PANEL * p
+        start, lds = np.int64(0), np.int64(0)
+        if added:
+            start, lds = made, np.int64(ldy)
+            if bias != 0:
+                for t in range(num_rows):
+                    for i in range(PANEL * p, PANEL * p + PANEL):
+                        y[t, i] += load_float(bias + 4 * i)
+        elif bias != 0:
+            start = bias + 4 * PANEL * p
+        panel_product(
+            x.ctypes.data, ldx, num_rows, weight + p * size, made, ldy, start, lds, num_inputs, kind
         )
+
+
+@njit(nogil=True, cache=True)
+def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, crew):
+    """One worker's panels of silu(X Gᵀ + b) × (X Uᵀ + c), made tile by tile, both at hand."""
+    ldx, ldy = x.strides[0] // 4, out.strides[0] // 4
+    num_panels = out.shape[1] // PANEL
+    size = panel_bytes(num_inputs, kind)
+    gate, up = tiles[crew.worker, 0].ctypes.data, tiles[crew.worker, 1].ctypes.data
+    low, high = share(num_panels, crew)
+    for p in range(low, high):
+        gate_panel = weight + p * size
+        up_panel = gate_panel + num_panels * size
+        gate_bias, up_bias = np.int64(0), np.int64(0)
+        if bias != 0:
+            gate_bias = bias + 4 * PANEL * p
+            up_bias = gate_bias + 4 * PANEL * num_panels
+        for row in range(0, num_rows, MAX_ROWS):
+            rows = min(MAX_ROWS, num_rows - row)
+            at = x.ctypes.data + 4 * row * ldx
+            panel_product(at, ldx, rows, gate_panel, gate, PANEL, gate_bias, 0, num_inputs, kind)
+            panel_product(at, ldx, rows, up_panel, up, PANEL, up_bias, 0, num_inputs, kind)
+            target = out.ctypes.data + 4 * (row * ldy + PANEL * p)
+            for i in range(rows):
+                offset = 4 * PANEL * i
+                silu_mul_panel(gate + offset, up + offset, target + 4 * ldy * i)

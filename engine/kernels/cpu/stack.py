@@ -1,25 +1,19 @@
-"""All layers of a decoder in one call: no Python, no new tensor from the first to the last.
+"""What a decoder computes in a step, from token ids to logits, as one worker goes through it.
 
-A layer is a row of addresses. Phases within it follow each other as parallel regions of one pool of
-threads (torch's own: both use the process's OpenMP).
+A layer is a row of addresses. Workers go through its phases together, each with its part of the
+tokens, of a weight's panels or of the attention's items.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from engine.kernels.cpu.attention import AttentionShape, attend, store_token
-from engine.kernels.cpu.matmul import panel_product
-from engine.kernels.cpu.vectors import (
-    FLOAT16,
-    FLOAT32,
-    MAX_ROWS,
-    PANEL,
-    load_float,
-    load_number,
-    silu_mul_panel,
-)
+from engine.kernels.cpu.attention import Scores, attend, store_token
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
+from engine.kernels.cpu.matmul import multiply, multiply_gated, panel_bytes, quantize_row
+from engine.kernels.cpu.vectors import load_float, load_number
+from engine.kernels.cpu.workers import share, wait_for_all
 
 # columns of a layer's row: addresses of its tensors (0: it has none), and its window (0: none)
 (
@@ -27,19 +21,33 @@ from engine.kernels.cpu.vectors import (
     MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, KV_CACHE, WINDOW, NUM_COLUMNS,
 ) = range(15)  # fmt: skip
 
-SERIAL_ROWS = 8  # with fewer, work on single rows is not worth waking threads for
-
 
 class StackShape(NamedTuple):
     """Sizes that all layers share."""
 
     hidden_size: int
     head_dim: int  # of the model; the attention's is filled up to whole panels
+    weight_kind: int  # how weights are stored, see `emit`
     eps: np.float32
     scale: np.float32  # of attention scores
-    attention: AttentionShape
-    weight_kind: int  # how weights are stored, see `vectors`
-    weight_bytes: int
+
+
+class Ends(NamedTuple):
+    """Addresses of what comes before the first layer and after the last."""
+
+    embedding: int
+    norm: int
+    lm_head: int
+
+
+class Tokens(NamedTuple):
+    """One step's tokens, end to end."""
+
+    ids: np.ndarray  # [T] int64
+    cos: np.ndarray  # [T, rotary_dim // 2] float32
+    sin: np.ndarray  # [T, rotary_dim // 2] float32
+    slot_mapping: np.ndarray  # [T] int64
+    wanted: np.ndarray  # [R] int64: those whose logits are wanted, in any order
 
 
 class Buffers(NamedTuple):
@@ -50,7 +58,10 @@ class Buffers(NamedTuple):
     heads: np.ndarray  # [T, H + 2 × H_kv, D] queries, keys, values
     attended: np.ndarray  # [T, H, D]
     gated: np.ndarray  # [T, intermediate]
+    quantized: np.ndarray  # [T, 1 + ⌈largest input / 2⌉], of weights in 8 bits only
     tiles: np.ndarray  # [num_workers, 2, 6, 16] gate and up of one tile
+    flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
+    flat_attended: np.ndarray  # attended again, [T, H × D]
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
@@ -62,69 +73,6 @@ def norm_row(x, weight, eps, out, size):
     scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
     for i in range(size):
         out[i] = x[i] * scale * load_float(weight + 4 * i)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def norm_rows(x, weight, eps, out, num_rows, size):
-    if num_rows < SERIAL_ROWS:
-        for t in range(num_rows):
-            norm_row(x[t], weight, eps, out[t], size)
-    else:
-        for t in prange(num_rows):
-            norm_row(x[t], weight, eps, out[t], size)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def multiply(x, weight, bias, y, added, num_rows, num_inputs, kind, item, num_workers):
-    """Y = X Wᵀ + bias, or Y += X Wᵀ + bias where `added` says so, for the first rows of arrays."""
-    ldx, ldy = x.strides[0] // 4, y.strides[0] // 4
-    num_panels = y.shape[1] // PANEL
-    if added and bias != 0:
-        for t in range(num_rows):
-            for i in range(y.shape[1]):
-                y[t, i] += load_float(bias + 4 * i)
-    for worker in prange(num_workers):
-        low, high = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
-        for p in range(low, high):
-            made = y.ctypes.data + 4 * PANEL * p
-            start, lds = np.int64(0), np.int64(0)
-            if added:
-                start, lds = made, np.int64(ldy)
-            elif bias != 0:
-                start = bias + 4 * PANEL * p
-            panel_product(
-                x.ctypes.data, ldx, num_rows, weight + p * PANEL * num_inputs * item, made, ldy,
-                start, lds, num_inputs, kind,
-            )  # fmt: skip
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, item, num_workers):
-    """silu(X Gᵀ + b) × (X Uᵀ + c), tile by tile, while both are at hand."""
-    num_panels = out.shape[1] // PANEL
-    panel_bytes = PANEL * num_inputs * item
-    ldx, ldy = x.strides[0] // 4, out.strides[0] // 4
-    for worker in prange(num_workers):
-        gate, up = tiles[worker, 0].ctypes.data, tiles[worker, 1].ctypes.data
-        low, high = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
-        for p in range(low, high):
-            gate_panel = weight + p * panel_bytes
-            up_panel = gate_panel + num_panels * panel_bytes
-            gate_bias, up_bias = np.int64(0), np.int64(0)
-            if bias != 0:
-                gate_bias = bias + 4 * PANEL * p
-                up_bias = gate_bias + 4 * PANEL * num_panels
-            for row in range(0, num_rows, MAX_ROWS):
-                rows = min(MAX_ROWS, num_rows - row)
-                at = x.ctypes.data + 4 * row * ldx
-                panel_product(
-                    at, ldx, rows, gate_panel, gate, PANEL, gate_bias, 0, num_inputs, kind
-                )
-                panel_product(at, ldx, rows, up_panel, up, PANEL, up_bias, 0, num_inputs, kind)
-                target = out.ctypes.data + 4 * (row * ldy + PANEL * p)
-                for i in range(rows):
-                    offset = 4 * PANEL * i
-                    silu_mul_panel(gate + offset, up + offset, target + 4 * ldy * i)
 
 
 @njit(nogil=True, cache=True)
@@ -151,93 +99,149 @@ def place_token(heads, cos, sin, slot, layer, size, eps, shape):
         store_token(layer[KV_CACHE], slot, h, key, value, shape)
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def place_tokens(heads, cos, sin, slot_mapping, layer, size, eps, shape):
-    num_tokens = len(slot_mapping)
-    if num_tokens < SERIAL_ROWS:
-        for t in range(num_tokens):
-            place_token(heads[t], cos[t], sin[t], slot_mapping[t], layer, size, eps, shape)
+@njit(nogil=True, cache=True)
+def embed_token(token_id, table, out, size, kind):
+    """A row of a packed [vocab, hidden] table."""
+    panel = table + token_id // PANEL * panel_bytes(size, kind)
+    lane = token_id % PANEL
+    if kind == FLOAT32:
+        for i in range(size):
+            out[i] = load_number(panel + (i * PANEL + lane) * 4, 0)
+    elif kind == FLOAT16:
+        for i in range(size):
+            out[i] = load_number(panel + (i * PANEL + lane) * 2, 1)
+    elif kind == BFLOAT16:
+        for i in range(size):
+            out[i] = load_number(panel + (i * PANEL + lane) * 2, 2)
     else:
-        for t in prange(num_tokens):
-            place_token(heads[t], cos[t], sin[t], slot_mapping[t], layer, size, eps, shape)
+        scale = load_float(panel + 4 * lane)
+        first = panel + 4 * PANEL + 2 * lane
+        for i in range(size):
+            out[i] = load_number(first + i // 2 * 2 * PANEL + i % 2, 3) * scale
+
+
+@njit(nogil=True, cache=True)
+def norm_share(weight, buffers, num_rows, shape, crew):
+    """One worker's rows: normed, and made ready for weights of this kind."""
+    low, high = share(num_rows, crew)
+    for t in range(low, high):
+        norm_row(buffers.residual[t], weight, shape.eps, buffers.hidden[t], shape.hidden_size)
+        if shape.weight_kind == INT8:
+            quantize_row(buffers.hidden[t], shape.hidden_size, buffers.quantized[t])
+
+
+@njit(nogil=True, cache=True)
+def left_side(rows, num_rows, buffers, shape, crew, phase):
+    """What weights of this kind are multiplied by: the rows, or integers; and the next phase."""
+    if shape.weight_kind != INT8:
+        return rows, phase
+    low, high = share(num_rows, crew)
+    for t in range(low, high):
+        quantize_row(rows[t], rows.shape[1], buffers.quantized[t])
+    wait_for_all(crew, phase)
+    return buffers.quantized, phase + 1
+
+
+@njit(nogil=True, cache=True)
+def normed(buffers, shape):
+    """What `norm_share` has made."""
+    return buffers.quantized if shape.weight_kind == INT8 else buffers.hidden
+
+
+@njit(nogil=True, cache=True)
+def attention_half(layer, tokens, sequences, shape, attention, buffers, plan, cursor, crew, phase):
+    """Norm, project, place, attend; returns the next phase."""
+    num_tokens = len(tokens.ids)
+    heads = buffers.heads
+    norm_share(layer[ATTENTION_NORM], buffers, num_tokens, shape, crew)
+    wait_for_all(crew, phase)
+    multiply(
+        normed(buffers, shape), layer[QKV], layer[QKV_BIAS], buffers.flat_heads, False, num_tokens,
+        shape.hidden_size, shape.weight_kind, crew,
+    )  # fmt: skip
+    wait_for_all(crew, phase + 1)
+    low, high = share(num_tokens, crew)
+    for t in range(low, high):
+        place_token(
+            heads[t], tokens.cos[t], tokens.sin[t], tokens.slot_mapping[t], layer, shape.head_dim,
+            shape.eps, attention,
+        )  # fmt: skip
+    wait_for_all(crew, phase + 2)
+    scores = Scores(shape.scale, layer[WINDOW], np.float32(0.0), np.empty(0, np.float32))
+    phase = attend(
+        heads, buffers.attended, layer[KV_CACHE], sequences, attention, scores, plan, cursor, crew,
+        phase + 3,
+    )  # fmt: skip
+    wait_for_all(crew, phase)
+    return phase + 1
+
+
+@njit(nogil=True, cache=True)
+def feed_forward_half(layer, num_rows, shape, buffers, crew, phase):
+    """Project what was attended to, norm, gate and project back; returns the next phase."""
+    kind, residual, attended = shape.weight_kind, buffers.residual, buffers.flat_attended
+    left, phase = left_side(attended, num_rows, buffers, shape, crew, phase)
+    multiply(
+        left, layer[OUT], layer[OUT_BIAS], residual, True, num_rows, attended.shape[1], kind, crew
+    )
+    wait_for_all(crew, phase)
+    norm_share(layer[MLP_NORM], buffers, num_rows, shape, crew)
+    wait_for_all(crew, phase + 1)
+    multiply_gated(
+        normed(buffers, shape), layer[GATE_UP], layer[GATE_UP_BIAS], buffers.gated, buffers.tiles,
+        num_rows, shape.hidden_size, kind, crew,
+    )  # fmt: skip
+    wait_for_all(crew, phase + 2)
+    left, phase = left_side(buffers.gated, num_rows, buffers, shape, crew, phase + 3)
+    multiply(
+        left, layer[DOWN], layer[DOWN_BIAS], residual, True, num_rows, buffers.gated.shape[1], kind,
+        crew,
+    )  # fmt: skip
+    wait_for_all(crew, phase)
+    return phase + 1
+
+
+@njit(nogil=True, cache=True)
+def keep_wanted(buffers, wanted, crew, phase):
+    """Move the wanted rows, which may come in any order, to the front; returns the next phase."""
+    attended, residual = buffers.flat_attended, buffers.residual
+    low, high = share(len(wanted), crew)
+    # by way of buffers that nobody needs now: a row may be read after its place is written
+    for r in range(low, high):
+        for i in range(attended.shape[1]):
+            buffers.flat_heads[r, i] = attended[wanted[r], i]
+        for i in range(residual.shape[1]):
+            buffers.hidden[r, i] = residual[wanted[r], i]
+    wait_for_all(crew, phase)
+    for r in range(low, high):
+        for i in range(attended.shape[1]):
+            attended[r, i] = buffers.flat_heads[r, i]
+        for i in range(residual.shape[1]):
+            residual[r, i] = buffers.hidden[r, i]
+    wait_for_all(crew, phase + 1)
+    return phase + 2
 
 
 @njit(nogil=True, cache=True)
 def run_layers(
-    layers,  # [num_layers, NUM_COLUMNS] int64
-    shape,
-    buffers,  # residual holds the embedded tokens; afterwards the wanted rows, in front
-    cos,  # [T, rotary_dim // 2] float32
-    sin,  # [T, rotary_dim // 2] float32
-    slot_mapping,  # [T] int64
-    block_tables,  # [N, max_blocks] int64
-    cu_query_lens,  # [N + 1] int64
-    seq_lens,  # [N] int64
-    wanted,  # [R] int64: the tokens whose last hidden state is wanted, in any order
-    plan,
+    layers, ends, tokens, sequences, shape, attention, buffers, plan, cursors, crew, logits
 ):
-    """Every layer over one step's tokens. Changes the KV cache, through the layers' addresses."""
-    num_tokens = len(slot_mapping)
-    num_rows = num_tokens
-    attention = shape.attention
-    num_workers = len(plan.scratch)
-    kind, item = shape.weight_kind, shape.weight_bytes
-    residual, hidden, gated = buffers.residual, buffers.hidden, buffers.gated
-    heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
-    flat_heads = heads.reshape(num_tokens, -1)
-    flat_attended = attended.reshape(num_tokens, -1)
-    no_sinks = np.empty(0, np.float32)
+    """One worker's part of a step, from token ids to logits."""
+    size, kind = shape.hidden_size, shape.weight_kind
+    num_rows = len(tokens.ids)
+    low, high = share(num_rows, crew)
+    for t in range(low, high):
+        embed_token(tokens.ids[t], ends.embedding, buffers.residual[t], size, kind)
+    phase = 0
     for i in range(len(layers)):
-        layer = layers[i]
-        norm_rows(residual, layer[ATTENTION_NORM], shape.eps, hidden, num_tokens, shape.hidden_size)
-        multiply(
-            hidden, layer[QKV], layer[QKV_BIAS], flat_heads, False, num_tokens, shape.hidden_size,
-            kind, item, num_workers,
-        )  # fmt: skip
-        place_tokens(heads, cos, sin, slot_mapping, layer, shape.head_dim, shape.eps, attention)
-        attend(
-            heads[:, : attention.num_heads], attended, layer[KV_CACHE], block_tables,
-            cu_query_lens, seq_lens, attention, shape.scale, layer[WINDOW], np.float32(0.0),
-            no_sinks, plan,
-        )  # fmt: skip
+        phase = attention_half(
+            layers[i], tokens, sequences, shape, attention, buffers, plan, cursors[i:], crew, phase
+        )
         if i == len(layers) - 1:
             # past the last attention no token looks at another: the rest is for the wanted ones
-            num_rows = len(wanted)
-            attended[:num_rows] = attended[wanted]  # read before any is written: in any order
-            residual[:num_rows] = residual[wanted]
-        multiply(
-            flat_attended, layer[OUT], layer[OUT_BIAS], residual, True, num_rows,
-            flat_attended.shape[1], kind, item, num_workers,
-        )  # fmt: skip
-        norm_rows(residual, layer[MLP_NORM], shape.eps, hidden, num_rows, shape.hidden_size)
-        multiply_gated(
-            hidden, layer[GATE_UP], layer[GATE_UP_BIAS], gated, buffers.tiles, num_rows,
-            shape.hidden_size, kind, item, num_workers,
-        )  # fmt: skip
-        multiply(
-            gated, layer[DOWN], layer[DOWN_BIAS], residual, True, num_rows, gated.shape[1], kind,
-            item, num_workers,
-        )  # fmt: skip
-
-
-@njit(nogil=True, cache=True)
-def embed(token_ids, table, residual, hidden_size, kind, item):
-    """Rows of a packed [vocab, hidden] table."""
-    for t in range(len(token_ids)):
-        panel, lane = token_ids[t] // PANEL, token_ids[t] % PANEL
-        first = table + (panel * hidden_size * PANEL + lane) * item
-        for i in range(hidden_size):
-            at = first + i * PANEL * item
-            if kind == FLOAT32:
-                residual[t, i] = load_number(at, 0)
-            elif kind == FLOAT16:
-                residual[t, i] = load_number(at, 1)
-            else:
-                residual[t, i] = load_number(at, 2)
-
-
-@njit(nogil=True, cache=True)
-def head(residual, norm, eps, hidden, table, logits, num_rows, hidden_size, kind, item, workers):
-    """The last norm, then logits [R, ⌈vocab / 16⌉ × 16]."""
-    norm_rows(residual, norm, eps, hidden, num_rows, hidden_size)
-    multiply(hidden, table, 0, logits, False, num_rows, hidden_size, kind, item, workers)
+            phase = keep_wanted(buffers, tokens.wanted, crew, phase)
+            num_rows = len(tokens.wanted)
+        phase = feed_forward_half(layers[i], num_rows, shape, buffers, crew, phase)
+    norm_share(ends.norm, buffers, num_rows, shape, crew)
+    wait_for_all(crew, phase)
+    multiply(normed(buffers, shape), ends.lm_head, 0, logits, False, num_rows, size, kind, crew)

@@ -1,18 +1,35 @@
 """Compiled CPU kernels against float64, and bit for bit against themselves in other company."""
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 from engine.kernels.cpu import MAX_THREADS
-from engine.kernels.cpu.attention import AttentionShape, attend, plan_attention, store_token
-from engine.kernels.cpu.matmul import KINDS, pack
-from engine.kernels.cpu.stack import multiply, multiply_gated, norm_rows
+from engine.kernels.cpu.attention import (
+    AttentionShape,
+    Scores,
+    Sequences,
+    attend_all,
+    plan_attention,
+    store_token,
+)
+from engine.kernels.cpu.matmul import (
+    KINDS,
+    multiply,
+    multiply_gated,
+    pack,
+    pack_int8,
+    quantize_row,
+)
+from engine.kernels.cpu.stack import norm_row
+from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
 from tests.engine.kernels import oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WORKERS = min(2, MAX_THREADS)
 NO_SINKS = np.empty(0, np.float32)
+NO_MEETING = np.zeros(8, np.int64)  # of workers that run one after the other
 
 
 @pytest.fixture
@@ -22,6 +39,22 @@ def draw(request):
     print("seed", seed)  # noqa: T201
     torch.manual_seed(seed)
     return np.random.default_rng(seed)
+
+
+def product(x, packed, out, dtype=torch.float32, *, bias=None, added=False, workers=WORKERS):
+    """X Wᵀ into `out`, each worker's part after the other's."""
+    num_rows, num_inputs = x.shape
+    left = x.numpy()
+    if dtype == torch.int8:
+        left = np.empty((num_rows, 1 + (num_inputs + 1) // 2), np.float32)
+        for row, quantized in zip(x.numpy(), left, strict=True):
+            quantize_row(row, num_inputs, quantized)
+    for worker in range(workers):
+        multiply(
+            left, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.numpy(), added,
+            num_rows, num_inputs, KINDS[dtype], Crew(worker, workers, NO_MEETING),
+        )  # fmt: skip
+    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,14 +68,42 @@ def test_products_equal_float64(draw, dtype, num_rows):
     for has_bias in (False, True):
         for added in (False, True):
             found = before.clone()
-            multiply(
-                x.numpy(), packed.data_ptr(), bias.data_ptr() if has_bias else 0, found.numpy(),
-                added, num_rows, num_inputs, KINDS[dtype], dtype.itemsize, WORKERS,
-            )  # fmt: skip
+            product(x, packed, found, dtype, bias=bias if has_bias else None, added=added)
             expected = before.double()
             made = x.double() @ weight.double().T + has_bias * bias.double()
             expected[:num_rows] = added * expected[:num_rows] + made
             torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 8, 333, 1536])
+def test_products_with_8_bit_weights_lose_what_the_weights_lose_and_no_more(draw, num_inputs):
+    num_rows, num_outputs = 13, 40  # the last panel is not full
+    weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(48)
+    weight[3] = 0
+    x = torch.randn(num_rows, num_inputs) * torch.tensor([1e-20, 1.0, 1e3]).repeat(5)[:13, None]
+    scale = weight.abs().amax(dim=1, keepdim=True).double() / 127
+    rounded = (weight / scale.where(scale > 0, 1).float()).round().double() * scale
+    packed = pack_int8(weight)
+    out = torch.zeros(num_rows, 48)
+    found = product(x, packed, out, torch.int8, bias=bias)[:, :num_outputs].double()
+    # 14 bits and more for what comes in; the errors of a sum grow with its root
+    step = x.abs().amax(dim=1, keepdim=True).double() / min(32767, 2**31 // (127 * num_inputs))
+    bound = 4 * step * rounded.norm(dim=1) + 1e-5
+    made = x.double() @ rounded.T
+    assert ((found - made - bias[:num_outputs].double()).abs() <= bound).all()
+    for row in range(num_rows):
+        alone = product(x[row : row + 1], packed, torch.zeros(1, 48), torch.int8, bias=bias)
+        assert torch.equal(alone[0, :num_outputs].double(), found[row])
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_products_with_8_bit_weights_do_not_hide_what_is_no_number(draw, broken):
+    packed, x = pack_int8(torch.randn(16, 20)), torch.randn(2, 20)
+    x[0, 7] = broken
+    out = torch.zeros(2, 16)
+    product(x, packed, out, torch.int8)
+    assert not out[0].isfinite().any()
+    assert out[1].isfinite().all()
 
 
 def test_gated_products_equal_float64(draw):
@@ -52,22 +113,51 @@ def test_gated_products_equal_float64(draw):
     bias = torch.randn(2 * width)
     out = torch.zeros(num_rows, width)
     packed = pack(weight, torch.float32)
-    multiply_gated(
-        x.numpy(), packed.data_ptr(), bias.data_ptr(), out.numpy(),
-        np.zeros((WORKERS, 2, 6, 16), np.float32), num_rows, num_inputs, 0, 4, WORKERS,
-    )  # fmt: skip
+    tiles = np.zeros((WORKERS, 2, 6, 16), np.float32)
+    for worker in range(WORKERS):
+        multiply_gated(
+            x.numpy(), packed.data_ptr(), bias.data_ptr(), out.numpy(), tiles, num_rows, num_inputs,
+            KINDS[torch.float32], Crew(worker, WORKERS, NO_MEETING),
+        )  # fmt: skip
     expected = oracle.silu_mul(x.double() @ weight.double().T + bias.double())
     torch.testing.assert_close(out[1:].double(), expected[1:], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(out[:1].double(), expected[:1], atol=0.1, rtol=1e-3)
 
 
-@pytest.mark.parametrize("num_rows", [3, 20])
-def test_norms_equal_float64(draw, num_rows):
-    x, weight, out = torch.randn(num_rows, 70), torch.randn(65), torch.zeros(num_rows, 70)
-    norm_rows(x.numpy(), weight.data_ptr(), np.float32(1e-5), out.numpy(), num_rows, 65)
+def test_norms_equal_float64(draw):
+    x, weight, out = torch.randn(5, 70), torch.randn(65), torch.zeros(5, 70)
+    for row, normed in zip(x.numpy(), out.numpy(), strict=True):
+        norm_row(row, weight.data_ptr(), np.float32(1e-5), normed, 65)
     expected = oracle.rms_norm(x[:, :65], weight, 1e-5)
     torch.testing.assert_close(out[:, :65].double(), expected, atol=1e-5, rtol=1e-5)
     assert not out[:, 65:].any()
+
+
+@numba.njit(parallel=True)
+def _meet(num_workers, num_phases, seen, met):
+    counter = np.zeros(8, np.int64)
+    for worker in numba.prange(num_workers):
+        crew = Crew(worker, num_workers, counter)
+        for phase in range(num_phases):
+            seen[worker, phase] = 1
+            wait_for_all(crew, phase)
+            met[worker, phase] = seen[:, phase].sum()
+
+
+def test_no_worker_leaves_a_phase_before_all_have_ended_it():
+    assert run_side_by_side(WORKERS)
+    seen, met = np.zeros((2, WORKERS, 3000), np.int64)
+    _meet(WORKERS, 3000, seen, met)
+    assert (met == WORKERS).all()
+
+
+def test_workers_share_all_and_nothing_twice():
+    for count in (0, 1, 5, 64):
+        for workers in (1, 2, 3, 7):
+            parts = [
+                range(*share(count, Crew(worker, workers, NO_MEETING))) for worker in range(workers)
+            ]
+            assert [i for part in parts for i in part] == list(range(count))
 
 
 class Case:
@@ -109,13 +199,20 @@ class Case:
         cu = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int64)
         lengths = np.array([self.seq_lens[n] for n in rows], np.int64)
         sinks = scores.get("sinks")
-        attend(
-            query.numpy(), out.numpy(), self.cache.data_ptr(), self.tables[rows], cu, lengths,
-            self.shape, np.float32(0.2), scores.get("window") or 0,
-            np.float32(scores.get("softcap") or 0.0),
-            NO_SINKS if sinks is None else sinks.numpy(),
+        attend_all(
+            query.numpy(),
+            out.numpy(),
+            self.cache.data_ptr(),
+            Sequences(self.tables[rows], cu, lengths),
+            self.shape,
+            Scores(
+                scale=np.float32(0.2),
+                window=scores.get("window") or 0,
+                softcap=np.float32(scores.get("softcap") or 0.0),
+                sinks=NO_SINKS if sinks is None else sinks.numpy(),
+            ),
             plan_attention(cu, lengths, self.shape, workers),
-        )  # fmt: skip
+        )
         parts = zip(query.double().split(query_lens), rows, strict=True)
         expected = torch.cat([self.expected(part, n, **scores) for part, n in parts])
         return out, expected
@@ -179,20 +276,14 @@ def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores):
         assert torch.equal(together[end], last[n])
 
 
-def test_a_product_has_the_same_bits_in_any_company(draw):
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
+def test_a_product_has_the_same_bits_in_any_company(draw, dtype):
     weight, x = torch.randn(64, 200), torch.randn(40, 200)
-    packed = pack(weight, torch.float32)
-
-    def product(rows, workers):
-        out = torch.empty(len(rows), 64)
-        multiply(
-            rows.numpy(), packed.data_ptr(), 0, out.numpy(), False, len(rows), 200, 0, 4, workers
-        )
-        return out
-
-    whole = product(x, WORKERS)
+    packed = pack_int8(weight) if dtype == torch.int8 else pack(weight, dtype)
+    whole = product(x, packed, torch.empty(40, 64), dtype)
     for count in (1, 2, 5, 6, 7, 13):
-        assert torch.equal(product(x[3 : 3 + count].clone(), 1), whole[3 : 3 + count])
+        part = product(x[3 : 3 + count], packed, torch.empty(count, 64), dtype, workers=3)
+        assert torch.equal(part, whole[3 : 3 + count])
 
 
 def test_a_key_that_is_not_a_number_shows_in_the_output(draw):

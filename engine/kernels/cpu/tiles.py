@@ -1,0 +1,226 @@
+"""A tile of a matrix product, [rows, K] × [K, 16]: all the matrix arithmetic there is.
+
+Up to six rows times two vectors of columns are summed at once: with the two vectors of the right
+side and one number of the left they fill 15 of AVX2's 16 registers, and keep both of its
+multiply-add units busy (after Goto and van de Geijn 2008).
+"""
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from engine.kernels.cpu.emit import (
+    FLOAT32,
+    I32,
+    I64,
+    INTEGERS,
+    ITEM_BYTES,
+    PANEL,
+    SHORTS,
+    VECTOR,
+    WIDTH,
+    branch,
+    declare,
+    fma,
+    lane_numbers,
+    load,
+    load_one,
+    loop,
+    row_address,
+    splat,
+    store,
+    zeros,
+)
+
+MAX_ROWS = 6
+UNROLL = 4
+
+
+@intrinsic
+def tile(
+    context: Any,
+    a: Any,  # address of A, float32 [rows, k]
+    lda: Any,  # floats from one row of A to the next
+    b: Any,  # address of B, [k, 16] stored as `kind` says
+    ldb: Any,  # numbers from one row of B to the next
+    c: Any,  # address of C, float32 [rows, 16], changed
+    ldc: Any,  # floats from one row of C to the next
+    start: Any,  # address of what is added, float32 [rows, 16]: C itself, a bias; 0: nothing
+    lds: Any,  # floats from one row of that to the next; 0: the same for all
+    k: Any,
+    rows: Any,  # 1 to MAX_ROWS
+    kind: Any,  # FLOAT32, FLOAT16 or BFLOAT16
+) -> Any:
+    """C = A × B + start, each sum in the order of k, by fused multiply-adds in float32."""
+    signature = types.void(*(types.int64,) * 11)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        *arguments, rows, kind = args
+        after = build.append_basic_block()
+        choice = build.add(build.mul(kind, I64(MAX_ROWS + 1)), rows)
+        switch = build.switch(choice, after)
+        for stored in ITEM_BYTES:
+            for num_rows in range(1, MAX_ROWS + 1):
+                block = build.append_basic_block()
+                switch.add_case(I64(stored * (MAX_ROWS + 1) + num_rows), block)
+                build.position_at_end(block)
+                build.call(_tile_function(build.module, num_rows, stored), arguments)
+                build.branch(after)
+        build.position_at_end(after)
+        return _context.get_dummy_value()
+
+    return signature, emit
+
+
+def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
+    name = f"tokenmill_tile_{num_rows}_{stored}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    function.linkage = "internal"
+    build = ir.IRBuilder(function.append_basic_block())
+    a, lda, b, ldb, c, ldc, start, lds, k = function.args
+    rows_of_a = [row_address(build, a, lda, i) for i in range(num_rows)]
+    halves = [(i, half) for i in range(num_rows) for half in range(2)]
+    item = ITEM_BYTES[stored]
+
+    def started() -> list[Any]:
+        rows = [row_address(build, start, lds, i) for i in range(num_rows)]
+        return [load(build, build.add(rows[i], I64(32 * half)), FLOAT32) for i, half in halves]
+
+    def multiply(num_each: int, state: list[Any]) -> list[Any]:
+        offset_in_a, row_of_b, *sums = state
+        for _ in range(num_each):
+            columns = [
+                load(build, build.add(row_of_b, I64(half * WIDTH * item)), stored)
+                for half in range(2)
+            ]
+            for i in range(num_rows):
+                number = splat(build, load_one(build, build.add(rows_of_a[i], offset_in_a)))
+                for half in range(2):
+                    n = 2 * i + half
+                    sums[n] = fma(build, number, columns[half], sums[n])
+            offset_in_a = build.add(offset_in_a, I64(4))
+            row_of_b = build.add(row_of_b, build.mul(ldb, I64(item)))
+        return [offset_in_a, row_of_b, *sums]
+
+    given = build.icmp_signed("!=", start, I64(0))
+    state = [I64(0), b, *branch(build, given, [zeros()] * len(halves), started)]
+    unrolled = build.sdiv(k, I64(UNROLL))
+    state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
+    rest = build.srem(k, I64(UNROLL))
+    state = loop(build, rest, state, lambda _index, x: multiply(1, x))
+    for (i, half), total in zip(halves, state[2:], strict=True):
+        store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
+    build.ret_void()
+    return function
+
+
+@intrinsic
+def tile_int8(
+    context: Any,
+    a: Any,  # address of A: of each row its scale, float32, then k int16
+    lda: Any,  # floats' worth from one row of A to the next
+    b: Any,  # address of B: 16 scales, float32, then int8 [k / 2, 16, 2]
+    c: Any,  # address of C, float32 [rows, 16], changed
+    ldc: Any,  # floats from one row of C to the next
+    start: Any,  # as of `tile`
+    lds: Any,
+    k: Any,  # even
+    rows: Any,  # 1 to MAX_ROWS
+) -> Any:
+    """C = A × B + start, of integers: exact until the sums, int32, are scaled."""
+    signature = types.void(*(types.int64,) * 9)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        *arguments, rows = args
+        after = build.append_basic_block()
+        switch = build.switch(rows, after)
+        for num_rows in range(1, MAX_ROWS + 1):
+            block = build.append_basic_block()
+            switch.add_case(I64(num_rows), block)
+            build.position_at_end(block)
+            build.call(_tile_int8_function(build.module, num_rows), arguments)
+            build.branch(after)
+        build.position_at_end(after)
+        return _context.get_dummy_value()
+
+    return signature, emit
+
+
+def _tile_int8_function(module: Any, num_rows: int) -> Any:
+    name = f"tokenmill_tile_int8_{num_rows}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), name)
+    function.linkage = "internal"
+    build = ir.IRBuilder(function.append_basic_block())
+    a, lda, b, c, ldc, start, lds, k = function.args
+    rows_of_a = [row_address(build, a, lda, i) for i in range(num_rows)]
+    halves = [(i, half) for i in range(num_rows) for half in range(2)]
+    no_sum = ir.Constant(INTEGERS, [0] * WIDTH)
+
+    def multiply(num_each: int, state: list[Any]) -> list[Any]:
+        offset_in_a, pairs_of_b, *sums = state
+        for _ in range(num_each):
+            columns = [
+                _load_int8(build, build.add(pairs_of_b, I64(half * 2 * WIDTH))) for half in range(2)
+            ]
+            for i in range(num_rows):
+                address = build.add(rows_of_a[i], offset_in_a)
+                pair = build.load(build.inttoptr(address, I32.as_pointer()))
+                pair.align = 4
+                numbers = build.bitcast(splat(build, pair), SHORTS)
+                for half in range(2):
+                    n = 2 * i + half
+                    product = _multiply_pairs(build, numbers, columns[half])
+                    sums[n] = build.add(sums[n], product)
+            offset_in_a = build.add(offset_in_a, I64(4))
+            pairs_of_b = build.add(pairs_of_b, I64(2 * PANEL))
+        return [offset_in_a, pairs_of_b, *sums]
+
+    num_pairs = build.sdiv(k, I64(2))
+    state = [I64(4), build.add(b, I64(4 * PANEL)), *[no_sum] * len(halves)]
+    unrolled = build.sdiv(num_pairs, I64(UNROLL))
+    state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
+    rest = build.srem(num_pairs, I64(UNROLL))
+    state = loop(build, rest, state, lambda _index, x: multiply(1, x))
+
+    def started() -> list[Any]:
+        rows = [row_address(build, start, lds, i) for i in range(num_rows)]
+        return [load(build, build.add(rows[i], I64(32 * half)), FLOAT32) for i, half in halves]
+
+    given = build.icmp_signed("!=", start, I64(0))
+    before = branch(build, given, [zeros()] * len(halves), started)
+    scales = [load(build, build.add(b, I64(32 * half)), FLOAT32) for half in range(2)]
+    for n, (i, half) in enumerate(halves):
+        scale = build.fmul(splat(build, load_one(build, rows_of_a[i])), scales[half])
+        total = fma(build, build.sitofp(state[2 + n], VECTOR), scale, before[n])
+        store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
+    build.ret_void()
+    return function
+
+
+def _load_int8(build: Any, address: Any) -> Any:
+    """16 int8 at an address, as int16."""
+    loaded = build.load(build.inttoptr(address, ir.VectorType(ir.IntType(8), 16).as_pointer()))
+    loaded.align = 1
+    return build.sext(loaded, SHORTS)
+
+
+def _multiply_pairs(build: Any, x: Any, y: Any) -> Any:
+    """x[2i] × y[2i] + x[2i + 1] × y[2i + 1], int16 [16] to int32 [8]."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        name = "llvm.x86.avx2.pmadd.wd"
+        return build.call(declare(build, name, INTEGERS, SHORTS, SHORTS), [x, y])
+    wide = ir.VectorType(I32, 16)
+    product = build.mul(build.sext(x, wide), build.sext(y, wide))
+    none = ir.Constant(wide, ir.Undefined)
+    even, odd = (
+        build.shuffle_vector(product, none, lane_numbers(list(range(first, 16, 2))))
+        for first in (0, 1)
+    )
+    return build.add(even, odd)

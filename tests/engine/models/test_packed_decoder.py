@@ -1,0 +1,106 @@
+"""How compiled kernels keep a model, and that company changes no bit of a row's logits."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.models.packed_decoder import PackedDecoder
+from engine.step_plan import ScheduledSequence
+from tests.engine.models.checkpoints import write_checkpoint
+from tests.engine.models.equality import (
+    NUM_BLOCKS,
+    a_runner,
+    a_sequence,
+    check_logits_in_any_packing,
+    logits_of,
+    prompts,
+)
+
+
+@pytest.fixture(params=["llama, tied, with biases and wide heads", "qwen3", "phi3"])
+def checkpoint(request, tmp_path):
+    """A folder and the model in transformers that wrote it."""
+    return tmp_path, write_checkpoint(request.param, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_stay_as_the_checkpoint_has_them_and_nothing_is_lost(tmp_path, dtype):
+    kept = getattr(torch, dtype)
+    write_checkpoint("llama", tmp_path).to(kept).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    runner = a_runner(tmp_path, block_size=16)
+    assert runner._model.weight_dtype == kept
+    assert runner.kv_cache.layers[0].dtype == torch.float32
+    check_logits_in_any_packing(model, runner, 100)
+
+
+def test_keys_and_values_are_kept_in_the_type_that_is_asked_for(tmp_path):
+    model = write_checkpoint("llama", tmp_path)
+    text = prompts(1)[4]
+    for dtype, tolerance in (("float16", 0.02), ("bfloat16", 0.2)):
+        runner = a_runner(tmp_path, block_size=16, dtype=dtype)
+        assert runner.kv_cache.layers[0].dtype == getattr(torch, dtype)
+        expected = logits_of(model, text)[-1]
+        assert not torch.equal(logits_alone(runner, text), expected)
+        torch.testing.assert_close(logits_alone(runner, text), expected, rtol=0, atol=tolerance)
+
+
+def test_weights_in_8_bits_are_those_rounded_row_by_row(checkpoint):
+    folder, model = checkpoint
+    runner = a_runner(folder, block_size=16, quantization="int8")
+    assert isinstance(runner._model, PackedDecoder)
+    for name, weight in model.state_dict().items():
+        if weight.ndim == 2:
+            scale = weight.abs().amax(dim=1, keepdim=True) / 127
+            weight.copy_((weight / scale).round() * scale)
+            assert name.endswith("weight")
+    # what comes in has 14 bits
+    check_logits_in_any_packing(model, runner, 100, atol=2e-3)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, quantization):
+    folder, _ = checkpoint
+    runner = a_runner(folder, block_size=16, quantization=quantization)
+    texts = prompts(7)
+    alone = [logits_alone(runner, text) for text in texts]
+    draw = random.Random(7)
+    free = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    sequences = [
+        a_sequence(n, [free.pop() for _ in range(-(-len(text) // 16))])
+        for n, text in enumerate(texts)
+    ]
+    found = {}
+    while len(found) < len(texts):
+        step = []
+        for n in draw.sample(range(len(texts)), draw.randint(1, len(texts))):
+            sequence, text = sequences[n], texts[n]
+            left = len(text) - sequence.num_computed_tokens
+            if left:
+                chunk = draw.randint(1, left)
+                sequence.token_ids = text[: sequence.num_computed_tokens + chunk]
+                step.append(ScheduledSequence(sequence, chunk))
+        if not step:
+            continue
+        for row, logits in zip(step, runner.logits(step), strict=True):
+            row.sequence.num_computed_tokens += row.num_scheduled_tokens
+            if row.sequence.num_tokens == len(texts[row.sequence.seq_id]):
+                found[row.sequence.seq_id] = logits.clone()
+    for n, expected in enumerate(alone):
+        assert torch.equal(found[n], expected)
+
+
+def test_8_bit_weights_without_compiled_kernels_are_refused(tmp_path):
+    write_checkpoint("llama", tmp_path)
+    with pytest.raises(ValueError, match="needs compiled CPU kernels: kernels is reference"):
+        a_runner(tmp_path, block_size=16, quantization="int8", kernels="reference")
+    with pytest.raises(ValueError, match="block_size is no multiple of 16: 4"):
+        a_runner(tmp_path, block_size=4, quantization="int8")
+
+
+def logits_alone(runner, text):
+    sequence = a_sequence(0, list(range(-(-len(text) // 16))))
+    sequence.token_ids = list(text)
+    return runner.logits([ScheduledSequence(sequence, len(text))])[0].clone()
