@@ -20,9 +20,15 @@ from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
 from engine.logits_processors import TokenHistory
 from engine.logprobs import token_logprobs
-from engine.models.model import Model, Packing, load_model
+from engine.models.model import Model, load_model
+from engine.models.packing import compiled_draw, compute_dtype, packing_of
 from engine.outputs import TokenLogprobs
-from engine.sampler import NothingAllowedError, NumericalError, SampledRow, sample
+from engine.sampler import (
+    NothingAllowedError,
+    NumericalError,
+    SampledRow,
+    sample,
+)
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sequence import Sequence
 from engine.step_plan import ScheduledSequence, StepPlan
@@ -32,8 +38,6 @@ from engine.weights import Checkpoint, resolve_folder
 logger = logging.getLogger(__name__)
 
 MAX_SCORED_LOGITS = 1 << 25  # 128 MiB of float32, and as much for their log-probabilities
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +78,8 @@ class ModelRunner:
         self.device = _device(config.device)
         self._kernels = select_kernels(self.device)
         with Checkpoint(resolve_folder(config.model)) as checkpoint:
-            dtype = _dtype(config.dtype, self.device, checkpoint)
-            packing = _packing(config, self.device, checkpoint)
+            dtype = compute_dtype(config.dtype, self.device, checkpoint)
+            packing = packing_of(config, self.device, checkpoint)
             self._model = load_model(
                 checkpoint,
                 dtype=dtype,
@@ -84,6 +88,7 @@ class ModelRunner:
                 packing=packing,
             )
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
+            self._gumbel_argmax = compiled_draw(packing)
             # a cache filled in another type, or by other kernels, holds other numbers
             self.model_id = checkpoint.fingerprint + f"{dtype} {packing}".encode()
         self.vocab_size = self._model.vocab_size
@@ -128,7 +133,9 @@ class ModelRunner:
             self._sampled_row(scheduled[i].sequence, mask)
             for i, mask in zip(sampling, masks, strict=True)
         ]
-        for i, drawn, mask in zip(sampling, sample(drawable, rows), masks, strict=True):
+        for i, drawn, mask in zip(
+            sampling, sample(drawable, rows, self._gumbel_argmax), masks, strict=True
+        ):
             result.tokens[i] = mask if isinstance(mask, NumericalError) else drawn
         _score_known(result, scheduled, known)
         _score_drawn(result, scheduled, [i for _, i in asked], raw)
@@ -341,45 +348,6 @@ def _device(name: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name}, but this torch finds no CUDA device")
     return torch.device(name)
-
-
-def _dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """The compute type. On a CPU float32 unless asked: half types have no fast products there."""
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    return checkpoint.dtype
-
-
-def _packing(config: EngineConfig, device: torch.device, checkpoint: Checkpoint) -> Packing | None:
-    """How compiled kernels keep the model, where they can run."""
-    reason = _not_packed_because(config, device)
-    if reason is None:
-        # weights as the checkpoint has them: nothing is lost, and no byte read that was not there
-        kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-        if config.quantization == "int8":
-            kept = torch.int8
-        return Packing(block_size=config.block_size, weight_dtype=kept)
-    if config.quantization != "none":
-        raise ValueError(f"quantization {config.quantization} needs compiled CPU kernels: {reason}")
-    if device.type == "cpu" and config.kernels != "reference":
-        logger.warning("slow kernels in use, no compiled ones: %s", reason)
-    return None
-
-
-def _not_packed_because(config: EngineConfig, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"the device is {device}"
-    if config.kernels == "reference":
-        return "kernels is reference"
-    # Numba takes a second to import, and a GPU does without
-    from engine.kernels.cpu import unavailable
-    from engine.kernels.cpu.emit import PANEL
-
-    if config.block_size % PANEL:
-        return f"block_size is no multiple of {PANEL}: {config.block_size}"
-    return unavailable()
 
 
 def _max_model_len(config: EngineConfig, model: Model) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import logits_processors
@@ -24,6 +25,10 @@ from engine.sampling_params import SamplingParams
 FIRST_CANDIDATES = 64
 CANDIDATE_GROWTH = 16  # 64, 1,024, then more than most vocabularies have
 NOISE_TILE = 16384  # numbers made at once on a CPU: their temporaries stay in its cache
+
+
+# logits [R, vocab] on a CPU, temperatures [R] float32 and `_words` [R, 4] to ids: `_draw_plain`
+GumbelArgmax = Callable[[Tensor, NDArray[np.float32], NDArray[np.uint64]], list[int]]
 
 
 class NumericalError(ArithmeticError):
@@ -56,6 +61,7 @@ class SampledRow:
 def sample(
     logits: Tensor,  # [R, vocab] float32, changed where a row asks for it
     rows: Sequence[SampledRow],  # [R]
+    gumbel_argmax: GumbelArgmax | None = None,  # compiled, where there is one
 ) -> list[int | Candidates | NumericalError]:
     """One token id for each row, a beam's candidates, or the error of a row that is broken."""
     assert logits.shape[0] == len(rows)
@@ -78,7 +84,15 @@ def sample(
         if not indices:
             continue
         part = logits if len(indices) == len(rows) else logits[indices]
-        tokens = _DRAWS[name](part, [rows[i] for i in indices])
+        chosen = [rows[i] for i in indices]
+        if name == "plain" and gumbel_argmax is not None:
+            tokens: Sequence[int | Candidates] = gumbel_argmax(
+                part,
+                np.array([row.params.temperature for row in chosen], np.float32),
+                _words(chosen),
+            )
+        else:
+            tokens = _DRAWS[name](part, chosen)
         for i, token in zip(indices, tokens, strict=True):
             results[i] = token
     return results
@@ -209,15 +223,20 @@ def _scaled(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(1)
 
 
+def _words(rows: Sequence[SampledRow]) -> NDArray[np.uint64]:  # [R, 4]
+    """What noise depends on, beside the token: position, sample index, halves of the seed."""
+    return np.array(
+        [(r.position, r.sample_index, r.seed & 0xFFFFFFFF, r.seed >> 32) for r in rows],
+        dtype=np.uint64,
+    )
+
+
 def _gumbel(
     token_ids: Tensor,  # [R, K] or [1, K] int64
     rows: Sequence[SampledRow],  # [R]
 ) -> Tensor:  # [R, K] float64
     """-log(-log u) with u = (word + ½) / 2³², word the first of Philox(seed; v, position, …)."""
-    words = np.array(
-        [(r.position, r.sample_index, r.seed & 0xFFFFFFFF, r.seed >> 32) for r in rows],
-        dtype=np.uint64,
-    )
+    words = _words(rows)
     if token_ids.device.type == "cpu":
         # numpy to the end: torch would start its threads for each of many small operations
         position, index, low, high = (column[:, None] for column in words.T)

@@ -5,7 +5,6 @@ wrote it, with attention and the KV cache of this engine. docs/models.md lists b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,16 +14,9 @@ from engine.kernels.registry import Kernels
 from engine.kv_cache import LayerShape
 from engine.layers.attention import AttentionMetadata
 from engine.models.decoder import Decoder
+from engine.models.packing import Packing
 from engine.models.settings import DecoderSettings
 from engine.weights import Checkpoint, UnsupportedModelError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How a CPU's compiled kernels keep a model; their arithmetic is in float32."""
-
-    block_size: int  # tokens of a KV block
-    weight_dtype: torch.dtype
 
 
 class Model(Protocol):

@@ -1,0 +1,75 @@
+"""In which types a model is kept and computed, and whether compiled kernels do it."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.sampler import GumbelArgmax
+from engine.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a CPU's compiled kernels keep a model; their arithmetic is in float32."""
+
+    block_size: int  # tokens of a KV block
+    weight_dtype: torch.dtype
+
+
+def compute_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """The compute type. On a CPU float32 unless asked: half types have no fast products there."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return checkpoint.dtype
+
+
+def packing_of(
+    config: EngineConfig, device: torch.device, checkpoint: Checkpoint
+) -> Packing | None:
+    """How compiled kernels keep the model, where they can run."""
+    reason = _not_packed_because(config, device)
+    if reason is None:
+        # weights as the checkpoint has them: nothing is lost, and no byte read that was not there
+        kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+        if config.quantization == "int8":
+            kept = torch.int8
+        return Packing(block_size=config.block_size, weight_dtype=kept)
+    if config.quantization != "none":
+        raise ValueError(f"quantization {config.quantization} needs compiled CPU kernels: {reason}")
+    if device.type == "cpu" and config.kernels != "reference":
+        logger.warning("slow kernels in use, no compiled ones: %s", reason)
+    return None
+
+
+def compiled_draw(packing: Packing | None) -> GumbelArgmax | None:
+    """The draw from whole rows of logits that goes with compiled kernels."""
+    if packing is None:
+        return None
+    from engine.kernels.cpu.draw import gumbel_argmax
+
+    # once, so that it is compiled before a request waits for it
+    gumbel_argmax(torch.zeros(1, 1), np.ones(1, np.float32), np.zeros((1, 4), np.uint64))
+    return gumbel_argmax
+
+
+def _not_packed_because(config: EngineConfig, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"the device is {device}"
+    if config.kernels == "reference":
+        return "kernels is reference"
+    # Numba takes a second to import, and a GPU does without
+    from engine.kernels.cpu import unavailable
+    from engine.kernels.cpu.emit import PANEL
+
+    if config.block_size % PANEL:
+        return f"block_size is no multiple of {PANEL}: {config.block_size}"
+    return unavailable()
