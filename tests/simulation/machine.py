@@ -7,7 +7,7 @@ generated alone.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self, meanwhile=None, num_rows=None):
         """One step; `num_rows` of it, if the device had no memory for more."""
         waited = {s for s in self.live if s.state is SequenceState.WAITING}
-        ran = {s for s in self.live if s.state is SequenceState.RUNNING}
+        ran = {s: s.num_preemptions for s in self.live if s.state is SequenceState.RUNNING}
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check()
         self._check_plan(plan)
@@ -243,8 +243,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         waits = any(s.state is SequenceState.WAITING for s in self.live)
         assert planned or not waits, "nothing runs though something waits"
 
-    def _check_turns(self, waited: set[Sequence], ran: set[Sequence]):
-        """Who was let in left no better one waiting; who was preempted, no worse one running."""
+    def _check_turns(self, waited: set[Sequence], ran: dict[Sequence, int]):
+        """Who was let in left no better one waiting; who was preempted, no worse one running.
+
+        A short one may pass a long one that was preempted, and is let in behind it: be it one that
+        waited, or one that was preempted in the same step. `ran` has how often each had been.
+        """
         waiting = {s for s in self.live if s.state is SequenceState.WAITING}
         running = {s for s in self.live if s.state is SequenceState.RUNNING}
         for sequence in waited & running:
@@ -254,10 +258,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 s for s in ahead if not self._is_held(s, waited) and not self._may_pass(sequence, s)
             ]
             assert not passed, f"{sequence} was let in ahead of {passed}"
-        for sequence in ran & waiting:
+        for sequence in ran.keys() & waiting:
             if _is_stalled(sequence, ran):
                 continue
-            spared = [s for s in running if _goes_before(sequence, s)]
+            spared = [
+                s
+                for s in running
+                if _goes_before(sequence, s)
+                and not (s.num_preemptions != ran.get(s) and self._may_pass(s, sequence))
+            ]
             assert not spared, f"{sequence} was preempted, not {spared}"
 
     def _may_pass(self, sequence: Sequence, long: Sequence) -> bool:
@@ -348,7 +357,7 @@ def _work(sequences: Iterable[Sequence]) -> int:
     return sum(s.num_prompt_tokens + s.params.max_tokens for s in sequences)
 
 
-def _is_stalled(sequence: Sequence, ran: set[Sequence]) -> bool:
+def _is_stalled(sequence: Sequence, ran: Container[Sequence]) -> bool:
     """A beam that ran and waited for others of its search: it makes room out of turn."""
     return sequence.params.num_beams > 1 and sequence in ran
 
