@@ -9,12 +9,16 @@ the engine's thread, which other programs on the machine disturb less.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, cycle, islice, repeat
+
+# as a worker starts its engine, and before torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
@@ -103,6 +107,7 @@ class Neighbourhood:
         max_arrived: int = MAX_ARRIVED,
         arrive_every_s: float = ARRIVE_EVERY_S,
         max_tokens: int = 200,  # of each that arrives
+        other: StructuredOutputs | None = None,  # the form of other rows
     ) -> None:
         self._engine = engine
         self._forms = forms
@@ -110,6 +115,7 @@ class Neighbourhood:
         self._max_arrived = max_arrived
         self._arrive_every_s = arrive_every_s
         self._max_tokens = max_tokens
+        self._other = other
         self._ids = count()
         self.free: set[str] = set()
         self._arrived: set[str] = set()
@@ -119,7 +125,7 @@ class Neighbourhood:
         return self._turn(length_s, repeat(None, 0))
 
     def beside_others(self, length_s: float) -> Turn:
-        return self._turn(length_s, repeat(None))
+        return self._turn(length_s, repeat(self._other))
 
     def beside_forms(self, length_s: float) -> Turn:
         return self._turn(length_s, self._forms)
@@ -185,8 +191,8 @@ def kept(pairs: Iterable[tuple[Turn, Turn]], measure: Callable[[Turn], float]) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint folder")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--turn-s", type=float, default=5.0, help="of the engine's thread")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--turn-s", type=float, default=2.0, help="of the engine's thread")
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--only", choices=sorted(HOSTILE), action="append")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
 """Packed masks and the logits they leave."""
 
+import numpy as np
 import torch
 
-from engine.token_masks import apply_masks
+from engine.token_masks import apply_masks, unpacked_here, unpacked_on
 
 
 def packed(ids, vocab_size):
@@ -34,3 +35,10 @@ def test_a_mask_for_a_smaller_vocabulary_than_it_was_made_for():
     logits = torch.zeros(2, 10)
     apply_masks(logits, {0: packed({3, 40}, 64), 1: packed(set(), 64)})
     assert logits.isfinite().nonzero().tolist() == [[0, 3]]
+
+
+def test_a_device_unpacks_as_numpy_does():
+    packed_rows = np.random.default_rng(3).integers(0, 256, (3, 40), dtype=np.uint8)
+    here = unpacked_here(packed_rows)
+    assert here.dtype == torch.bool
+    assert torch.equal(here, unpacked_on(torch.device("cpu"), packed_rows))
