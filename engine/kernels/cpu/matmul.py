@@ -23,6 +23,8 @@ KINDS = {
     torch.int8: INT8,
 }
 
+GATED_ROWS = 96  # of gate and up that are at hand together: a panel stays in the cache for them
+
 
 def padded(size: int) -> int:
     """The next multiple of a panel's columns."""
@@ -141,7 +143,7 @@ def multiply(x, weight, bias, y, added, num_rows, num_inputs, kind, crew):
 
 @njit(nogil=True, cache=True)
 def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, crew):
-    """One worker's panels of silu(X Gᵀ + b) × (X Uᵀ + c), made tile by tile, both at hand."""
+    """One worker's panels of silu(X Gᵀ + b) × (X Uᵀ + c), some rows of both at a time."""
     ldx, ldy = x.strides[0] // 4, out.strides[0] // 4
     num_panels = out.shape[1] // PANEL
     size = panel_bytes(num_inputs, kind)
@@ -154,8 +156,8 @@ def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, crew
         if bias != 0:
             gate_bias = bias + 4 * PANEL * p
             up_bias = gate_bias + 4 * PANEL * num_panels
-        for row in range(0, num_rows, MAX_ROWS):
-            rows = min(MAX_ROWS, num_rows - row)
+        for row in range(0, num_rows, GATED_ROWS):
+            rows = min(GATED_ROWS, num_rows - row)
             at = x.ctypes.data + 4 * row * ldx
             panel_product(at, ldx, rows, gate_panel, gate, PANEL, gate_bias, 0, num_inputs, kind)
             panel_product(at, ldx, rows, up_panel, up, PANEL, up_bias, 0, num_inputs, kind)

@@ -10,8 +10,8 @@ from numba.np.numpy_support import carray
 
 from engine.kernels.cpu.attention import MAX_ITEM_ROWS, AttentionShape, Plan, Sequences
 from engine.kernels.cpu.emit import PANEL
+from engine.kernels.cpu.matmul import GATED_ROWS
 from engine.kernels.cpu.stack import NUM_COLUMNS, Buffers, Ends, StackShape, Tokens, run_layers
-from engine.kernels.cpu.tiles import MAX_ROWS
 from engine.kernels.cpu.vectors import as_floats, as_integers
 from engine.kernels.cpu.workers import Crew, run_by_all
 
@@ -59,7 +59,7 @@ def buffers_of(t):
         floats_3d(t[ATTENDED], rows, t[NUM_HEADS], dim),
         floats(t[GATED], rows, t[GATED_WIDTH]),
         floats(t[QUANTIZED], rows, t[QUANTIZED_WIDTH]),
-        carray(as_floats(t[TILES]), (t[NUM_WORKERS], 2, MAX_ROWS, PANEL)),
+        carray(as_floats(t[TILES]), (t[NUM_WORKERS], 2, GATED_ROWS, PANEL)),
         floats(t[HEADS], rows, num_parts * dim),
         floats(t[ATTENDED], rows, t[NUM_HEADS] * dim),
     )
