@@ -125,4 +125,4 @@ def test_aborted_and_resumed_from_its_tokens_each_ends_as_if_nothing_had_happene
     for request_id, (ask, lone) in batch.items():
         assert words(outputs[request_id]) == words(lone), ask
         assert_same(outputs[request_id], lone)
-    assert num_resumed > 20
+    assert num_resumed > 10
