@@ -33,7 +33,7 @@ def unavailable() -> str | None:
     return f"the CPU lacks {', '.join(missing)}" if missing else None
 
 
-def _cache_folder() -> Path:
+def _cache_folder() -> Path | None:
     """Where compiled kernels are kept: named by what they were made from, so never stale."""
     digest = hashlib.sha256(numba_version.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -44,12 +44,16 @@ def _cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError):
-        # no home, or one that cannot be written: compiled anew by each process
-        return Path(tempfile.mkdtemp(prefix="tokenmill-kernels-"))
+        return None  # no home, or one that cannot be written
 
 
 # annotated as a plain module, Numba's settings are unknown to a type checker
 _settings: Any = config
 _settings.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
-_settings.CACHE_DIR = _settings.CACHE_DIR or str(_cache_folder())
+_folder = _cache_folder()
+if _folder is None:
+    # compiled anew by each process; gone with this object when the process ends
+    _temporary = tempfile.TemporaryDirectory(prefix="tokenmill-kernels-")
+    _folder = Path(_temporary.name)
+_settings.CACHE_DIR = _settings.CACHE_DIR or str(_folder)
 MAX_THREADS: int = _settings.NUMBA_NUM_THREADS

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from engine.kernels.cpu.emit import I32, I64, declare
 
 SPINS = 4000  # before a core is yielded: some tens of microseconds
-PATIENCE = 200_000  # yields, when it is tried whether threads run side by side
+PATIENCE = 3_000_000  # yields, some seconds, when it is tried whether threads run side by side
 
 
 class Crew(NamedTuple):

@@ -1,0 +1,87 @@
+"""Milliseconds of single steps of a model: so many decodes at one context, or a fresh prompt.
+
+    python -m bench.step [MODEL_FOLDER] [--dtype int8]
+
+Each line is the fastest and the median of nine steps. The same number of sequences at a context of
+one block tells what is not attention.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+from engine.config import EngineConfig
+from engine.layers.attention import AttentionMetadata
+from engine.model_runner import ModelRunner
+
+MODEL = Path(__file__).parents[1] / ".tokenmill" / "models" / "smollm2-135m-instruct"
+DECODES = ((1, 16), (1, 512), (16, 16), (16, 230), (64, 16), (64, 230))  # sequences, context
+PROMPTS = (64, 256, 512)
+ROUNDS = 9
+
+
+@torch.inference_mode()
+def milliseconds(runner: ModelRunner, query_lens: list[int], seq_lens: list[int]) -> list[float]:
+    """Of each of some steps with these sequences, in random blocks of their own."""
+    block_size, num_tokens = runner.kv_cache.shape.block_size, sum(query_lens)
+    counts = [-(-length // block_size) for length in seq_lens]
+    free = torch.randperm(runner.num_blocks)
+    tables = torch.zeros((len(counts), max(counts)), dtype=torch.int32)
+    slots, positions = [], []
+    taken = 0
+    for table, query_len, seq_len, count in zip(tables, query_lens, seq_lens, counts, strict=True):
+        row = free[taken : taken + count]
+        taken += count
+        table[:count] = row
+        at = torch.arange(seq_len - query_len, seq_len)
+        positions.append(at)
+        slots.append(row[at // block_size] * block_size + at % block_size)
+    ends = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        cu_query_lens=ends,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        slot_mapping=torch.cat(slots),
+        block_tables=tables,
+    )
+    times = []
+    for _ in range(ROUNDS):
+        token_ids = torch.randint(0, runner.vocab_size, (num_tokens,))
+        started = time.perf_counter()
+        runner._model.forward(
+            token_ids, torch.cat(positions), metadata, runner.kv_cache.layers, ends[1:].long() - 1
+        )
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("model", type=Path, nargs="?", default=MODEL)
+    parser.add_argument("--dtype", default="auto", help="of weights and KV cache, or int8")
+    options = parser.parse_args()
+    quantized = options.dtype == "int8"
+    runner = ModelRunner(
+        EngineConfig(
+            model=str(options.model),
+            dtype="auto" if quantized else options.dtype,
+            quantization="int8" if quantized else "none",
+        )
+    )
+    for count, context in DECODES:
+        times = milliseconds(runner, [1] * count, [context] * count)
+        print(f"{count:3d} decodes at {context:4d} tokens: ", end="")
+        print(f"{min(times):7.1f} ms ({statistics.median(times):.1f})", flush=True)
+    for length in PROMPTS:
+        times = milliseconds(runner, [length], [length])
+        print(f"a fresh prompt of {length:4d}:     ", end="")
+        print(f"{min(times):7.1f} ms ({statistics.median(times):.1f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
