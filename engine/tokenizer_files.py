@@ -14,6 +14,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from engine.config_defaults import sizes_by_default
+
 # a named token of tokenizer_config.json; also a variable of the chat template
 _NAMED_TOKENS = (
     "bos_token",
@@ -47,6 +49,8 @@ class TokenizerFiles:
         """Raises TokenizerError."""
         model_config = _read_json(folder / "config.json", required=True)
         model_config = model_config.get("text_config") or model_config
+        if "vocab_size" not in model_config or _length_name(model_config) not in model_config:
+            model_config = sizes_by_default(folder) | model_config
         generation_config = _read_json(folder / "generation_config.json")
         config = _read_json(folder / "tokenizer_config.json")
         path = folder / "tokenizer.json"
