@@ -14,7 +14,8 @@ from sqlalchemy.exc import DBAPIError, TimeoutError
 
 from api.errors import Unavailable
 from api.pool import Pool
-from jobs.database import Database, transient, trouble
+from jobs.database import Database, misses_schema, transient, trouble
+from jobs.store import WrongSchema
 
 R = TypeVar("R")
 
@@ -68,6 +69,8 @@ def _away_is_503() -> Iterator[None]:
     try:
         yield
     except (DBAPIError, TimeoutError) as error:
+        if isinstance(error, DBAPIError) and misses_schema(error):
+            raise Unavailable(str(WrongSchema()), code="database_unavailable") from error
         if not transient(error):
             raise
         raise Unavailable(trouble(error), code="database_unavailable") from error

@@ -10,7 +10,6 @@ may swing while it runs: compare within a row.
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.limits import limits, milliseconds
 from engine.kernels.cpu.matmul import KINDS, multiply, pack, pack_int8, quantize_row
 from engine.kernels.cpu.workers import Crew
 
@@ -87,21 +87,6 @@ def by_onednn(packed: list[list[Tensor]], num_tokens: int) -> Callable[[], None]
     return run
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return (time.perf_counter() - started) * 1e3
-
-
-def limits() -> tuple[float, float]:
-    """The best rate of a large float32 product, GFLOP/s, and of reading memory, GB/s."""
-    a, b = torch.randn(2, 2048, 2048)
-    product_ms = min(milliseconds(lambda: torch.mm(a, b)) for _ in range(5))
-    much = torch.ones(1 << 27)
-    read_ms = min(milliseconds(much.sum) for _ in range(5))
-    return 2 * 2048**3 / product_ms / 1e6, much.nbytes / read_ms / 1e6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -120,15 +105,9 @@ def main() -> None:
         ]
         rounds = [[milliseconds(call) for call in calls] for _ in range(ROUNDS + 1)][1:]
         medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
-        rate, read = limits()
-        print(
-            f"{num_tokens:6d} | "
-            + " | ".join(
-                f"{m:.1f} ms, {OPERATIONS * num_tokens / m / 1e6:.0f} GOP/s" for m in medians
-            )
-            + f"  (beside it: 2048³ by torch.mm {rate:.0f} GFLOP/s, reading {read:.1f} GB/s)",
-            flush=True,
-        )
+        operations = OPERATIONS * num_tokens / 1e6
+        columns = [f"{m:.1f} ms, {operations / m:.0f} GOP/s" for m in medians]
+        print(f"{num_tokens:6d} | {' | '.join(columns)} | beside it {limits()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ _TRANSIENT_SQLITE = frozenset(
 _TRANSIENT_CLASSES = ("08", "40", "53", "57")
 # read-only, as before a failover has ended; a frozen transaction's end; lock timeout; disk errors
 _TRANSIENT_SQLSTATES = frozenset({"25006", "25P03", "25P04", "55P03", "58030"})
+_NOT_THERE = ("42P01", "42703")  # undefined table, undefined column
 _DATABASE_DROPPED = "57P04"
 
 
@@ -112,6 +113,14 @@ def parse_url(url: str) -> URL:
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     raise DatabaseURLError(f"databases are sqlite and postgresql, got {backend!r}")
+
+
+def misses_schema(error: DBAPIError) -> bool:
+    """Whether a table or column is not there: nobody has migrated yet, or another version has."""
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    if isinstance(error.orig, sqlite3.OperationalError):
+        return str(error.orig).startswith(("no such table", "no such column", "table "))
+    return sqlstate in _NOT_THERE
 
 
 def transient(error: BaseException) -> bool:

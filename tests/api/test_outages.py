@@ -209,3 +209,20 @@ def test_a_commit_in_doubt_is_a_503_and_its_repeat_finds_the_job(
         assert repeated.headers["idempotent-replayed"] == "true"
         (job,) = client.get("/v1/jobs").json()["data"]
         assert job["id"] == repeated.json()["id"]
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgres"])
+def test_before_the_first_migration_a_503_says_what_to_run(
+    backend, valkey_url, tiny_llama_dir, tmp_path
+):
+    with contextlib.ExitStack() as stack:
+        url = f"sqlite:///{tmp_path / 'new.db'}"
+        if backend == "postgres":
+            url = stack.enter_context(Postgres()).url
+        client, _ = stack.enter_context(process(settings_for(url, valkey_url, tiny_llama_dir)))
+        for reply in (client.post("/v1/jobs", json=completion()), client.get("/v1/jobs")):
+            assert reply.status_code == 503
+            assert "run `tokenmill migrate`" in error_of(reply)["message"]
+        migrations.upgrade(url)
+        until(lambda: client.get("/v1/jobs").status_code == 200)
+        submit(client)
