@@ -89,7 +89,7 @@ class Deployment:
             "TOKENMILL_MAX_NUM_SEQS": "16",
             "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "128",
             "TOKENMILL_THREADS": "1",
-            # slow ones: jobs are to be met in their midst, and the compiled ones end them in a second
+            # slow ones: jobs are to be met in their midst, and the others end them in a second
             "TOKENMILL_KERNELS": "reference",
             **SHORT_TIMES,
             **self.extra,

@@ -33,6 +33,15 @@ NO_SINKS = np.empty(0, np.float32)
 NO_MEETING = np.zeros(8, np.int64)  # of workers that run one after the other
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads_as_workers():
+    """Workers that wait for each other need a thread each, whatever ran before in this one."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(WORKERS)
+    yield
+    numba.set_num_threads(before)
+
+
 @pytest.fixture
 def draw(request):
     """Fresh numbers on every run; the seed stands in the failure."""
