@@ -57,7 +57,10 @@ def test_no_prompt_and_no_password_is_ever_logged(sqlite_settings, caplog):
         assert client.post("/v1/jobs", json=completion(prompt=canary, n=0)).status_code == 400
         file = sqlite_settings.database_url.removeprefix("sqlite:///")
         with contextlib.closing(sqlite3.connect(file)) as database:
-            database.execute("ALTER TABLE jobs RENAME TO gone")
+            database.execute(
+                "CREATE TRIGGER broken BEFORE INSERT ON jobs "
+                "BEGIN SELECT RAISE(ABORT, 'a fault of ours'); END"
+            )
         # the statement fails with the prompt among its parameters
         assert client.post("/v1/jobs", json=completion(prompt=canary)).status_code == 500
     assert "Traceback" in caplog.text

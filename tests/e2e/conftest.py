@@ -64,8 +64,10 @@ def start_up(folder: Path, model_dir: Path, *arguments: str, **settings: object)
     """Start `tokenmill up` with the model `tiny`, and wait until it is ready."""
     data_dir, log = folder / "data", folder / "up.log"
     port = free_port()
-    # one engine thread: tests share two cores with five processes
-    defaults = {"threads": 1, "beat_s": 0.3, "lease_s": 3, "drain_grace_s": 10}
+    # one engine thread: tests share two cores with five processes; slow kernels: some tests meet a
+    # job in its midst
+    defaults = {"threads": 1, "kernels": "reference", "beat_s": 0.3, "lease_s": 3}
+    defaults["drain_grace_s"] = 10
     environ = environment(data_dir, port=port, **(defaults | settings))
     command = [*TOKENMILL, "up", "--model", f"tiny={model_dir}", *arguments]
     with log.open("wb") as output:
