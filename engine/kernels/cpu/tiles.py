@@ -87,10 +87,6 @@ def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
     halves = [(i, half) for i in range(num_rows) for half in range(2)]
     item = ITEM_BYTES[stored]
 
-    def started() -> list[Any]:
-        rows = [row_address(build, start, lds, i) for i in range(num_rows)]
-        return [load(build, build.add(rows[i], I64(32 * half)), FLOAT32) for i, half in halves]
-
     def multiply(num_each: int, state: list[Any]) -> list[Any]:
         offset_in_a, row_of_b, *sums = state
         for _ in range(num_each):
@@ -107,8 +103,7 @@ def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
             row_of_b = build.add(row_of_b, build.mul(ldb, I64(item)))
         return [offset_in_a, row_of_b, *sums]
 
-    given = build.icmp_signed("!=", start, I64(0))
-    state = [I64(0), b, *branch(build, given, [zeros()] * len(halves), started)]
+    state = [I64(0), b, *_start(build, start, lds, halves)]
     unrolled = build.sdiv(k, I64(UNROLL))
     state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
     rest = build.srem(k, I64(UNROLL))
@@ -117,6 +112,17 @@ def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
         store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
     build.ret_void()
     return function
+
+
+def _start(build: Any, start: Any, lds: Any, halves: list[tuple[int, int]]) -> list[Any]:
+    """What a tile's products are added to: a vector for each half of each row."""
+
+    def given() -> list[Any]:
+        addresses = [build.add(row_address(build, start, lds, i), I64(32 * h)) for i, h in halves]
+        return [load(build, address, FLOAT32) for address in addresses]
+
+    is_given = build.icmp_signed("!=", start, I64(0))
+    return branch(build, is_given, [zeros()] * len(halves), given)
 
 
 @intrinsic
@@ -189,12 +195,7 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
     rest = build.srem(num_pairs, I64(UNROLL))
     state = loop(build, rest, state, lambda _index, x: multiply(1, x))
 
-    def started() -> list[Any]:
-        rows = [row_address(build, start, lds, i) for i in range(num_rows)]
-        return [load(build, build.add(rows[i], I64(32 * half)), FLOAT32) for i, half in halves]
-
-    given = build.icmp_signed("!=", start, I64(0))
-    before = branch(build, given, [zeros()] * len(halves), started)
+    before = _start(build, start, lds, halves)
     scales = [load(build, build.add(b, I64(32 * half)), FLOAT32) for half in range(2)]
     for n, (i, half) in enumerate(halves):
         scale = build.fmul(splat(build, load_one(build, rows_of_a[i])), scales[half])
