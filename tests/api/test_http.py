@@ -1,5 +1,7 @@
 """What is no request by HTTP/1.1 is refused below the application, in the same one shape."""
 
+import contextlib
+import http.client
 import json
 import socket
 import time
@@ -100,9 +102,16 @@ def test_rubbish_behind_a_half_sent_reply_ends_the_connection(sqlite_client):
 
 
 def test_an_idle_connection_is_kept_longer_than_clients_keep_it(sqlite_client):
-    address = (sqlite_client.base_url.host, sqlite_client.base_url.port)
-    with socket.create_connection(address, timeout=10) as link:
+    link = http.client.HTTPConnection(
+        sqlite_client.base_url.host, sqlite_client.base_url.port, timeout=10
+    )
+    with contextlib.closing(link):
+        link.connect()
+        opened = link.sock
         for pause_s in (6.0, 0.0):  # OpenAI's client keeps one for five seconds
-            link.sendall(b"GET /health/live HTTP/1.1\r\n" + HOST + b"\r\n")
-            assert link.recv(65536).startswith(b"HTTP/1.1 200")
+            link.request("GET", "/health/live")
+            answer = link.getresponse()
+            assert answer.status == 200
+            assert answer.read() == b'{"status":"live"}'
+            assert link.sock is opened  # not closed and opened anew
             time.sleep(pause_s)

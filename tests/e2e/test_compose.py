@@ -200,6 +200,8 @@ def test_the_services_run_and_their_health_checks_tell_health(deployment):
     assert {job["status"] for job in ended.values()} == {"succeeded"}
     deployment.running["worker-cpu"].kill()
     deployment.running.pop("worker-cpu").wait()
+    # one host for all of them here: until the dead worker's lease lapses, it answers for the next
+    wait_until(lambda: not deployment.is_healthy("worker-gpu"), timeout_s=120)
     deployment.start("worker-gpu")  # where there is no GPU, its command falls back to the CPU
     wait_until(lambda: deployment.is_healthy("worker-gpu"), timeout_s=120)
     assert deployment.end() == {"api": 0, "sweeper": 0, "worker-gpu": 0}
