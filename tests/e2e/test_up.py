@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 
+import httpx
 import psutil
 import pytest
 from sqlalchemy import create_engine, text
@@ -117,20 +118,52 @@ def test_a_running_job_is_cancelled_and_never_shows_output(up, client):
     assert client.cancel(victim["id"]) == job
 
 
-def test_a_bad_body_is_refused_by_name_and_the_engine_does_not_notice(up, client):
+BAD_BODIES = {
+    "an unknown model": (completion(model="nobody"), "model", "tiny"),
+    "an empty prompt": (completion(prompt=""), "prompt", "empty"),
+    "more tokens than fit": (completion(max_tokens=5000), "max_tokens", "512"),
+    "a token id out of range": (completion(prompt=[5, 2**31]), "prompt", "2147483648"),
+    "a negative token id": (completion(prompt=[-1]), "prompt", "-1"),
+    "a negative temperature": (completion(temperature=-1), "temperature", "[0, 2]"),
+    "a temperature of NaN": (completion(temperature=float("nan")), "temperature", "NaN"),
+    "no samples": (completion(n=0), "n", "1"),
+    "an unknown field": (completion(colour="blue"), "colour", "colour"),
+    "a lone surrogate": (completion(prompt="\ud800"), "prompt", "surrogate"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "field", "word"), BAD_BODIES.values(), ids=BAD_BODIES)
+def test_a_bad_body_is_refused_by_name_and_the_engine_does_not_notice(up, wrong, field, word):
     engine = up.descendant("worker.engine_process")
-    for wrong, param in [
-        (completion(temperature=-1), "body.temperature"),
-        (completion(max_tokens=5000), "body.max_tokens"),
-        (completion(prompt=""), "body.prompt"),
-        (completion(model="nobody"), "body.model"),
-        (completion(colour="blue"), "body.colour"),
-    ]:
-        with pytest.raises(Refused) as refused:
-            client.submit([wrong])
-        assert refused.value.status == 400
-        assert refused.value.param == f"[0].{param}"
+    reply = post_jobs(up, json.dumps(wrong))
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"].rpartition("body.")[2] == field
+    assert word in error["message"]
     assert up.descendant("worker.engine_process") == engine
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "word"),
+    [
+        pytest.param("[" * 100 + "]" * 100, 400, "32", id="deep"),
+        pytest.param("[" * 100_000 + "]" * 100_000, 400, "32", id="deeper than a stack"),
+        pytest.param(json.dumps(completion(prompt="x" * 5_000_000)), 413, "4194304", id="5 MB"),
+    ],
+)
+def test_a_body_too_deep_or_too_large_is_refused_and_the_engine_does_not_notice(
+    up, content, status, word
+):
+    engine = up.descendant("worker.engine_process")
+    reply = post_jobs(up, content)
+    assert reply.status_code == status, reply.text
+    assert word in reply.json()["error"]["message"]
+    assert up.descendant("worker.engine_process") == engine
+
+
+def post_jobs(up, content):
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{up.url}/v1/jobs", content=content, headers=headers, trust_env=False)
 
 
 def test_submit_prints_answers_and_its_exit_status_tells_failure(up, tmp_path):
