@@ -68,6 +68,7 @@ class ClaimedJob:
     checkpoint: Checkpoint | None  # of an earlier attempt, to go on from
     crash_count: int
     created_at: float
+    prompt_tokens: int  # 0: it came whole in a message, nobody has counted them
 
 
 _CLAIMED = tuple(jobs.c[each.name] for each in fields(ClaimedJob))
@@ -192,6 +193,7 @@ def release(
     crashed: bool,
     max_crashes: int,
     checkpoints: Mapping[Held, Checkpoint] | None = None,
+    first_tokens: Mapping[Held, float] | None = None,  # when each attempt's came
 ) -> dict[Held, JobState]:
     """Hand back what is still held: queued again, fence + 1, to be published anew.
 
@@ -204,7 +206,7 @@ def release(
     """
     if not held:
         return {}
-    _save(connection, held, checkpoints or {}, now=now)
+    _save(connection, held, checkpoints or {}, first_tokens or {})
     rows = held_rows(connection, held)
     values: dict[str, Any] = {
         "fence": jobs.c.fence + 1,
@@ -243,6 +245,7 @@ def beat(
     lease_s: float,
     stats: Mapping[str, Any],
     checkpoints: Mapping[Held, Checkpoint],
+    first_tokens: Mapping[Held, float] | None = None,  # when each attempt's came
     held: Sequence[Held],
 ) -> set[Held]:
     """Extend the lease, keep the tokens made so far; those in `held` that are no longer ours.
@@ -260,7 +263,7 @@ def beat(
         raise UnknownWorker(worker_id)
     if not held:
         return set()
-    _save(connection, held, checkpoints, now=now)
+    _save(connection, held, checkpoints, first_tokens or {})
     rows = held_rows(connection, held)
     ours = connection.execute(
         select(jobs.c.id, jobs.c.fence).where(
@@ -269,25 +272,6 @@ def beat(
         rows.parameters,
     )
     return set(held) - {Held(*row) for row in ours}
-
-
-def account_wasted(connection: Connection, tokens: Sequence[tuple[str, int]]) -> None:
-    """Add tokens that were generated for nothing: the job was cancelled, or went to another.
-
-    Not those of its checkpoint: they go to the next attempt, or `models.LOST` counts them.
-    """
-    totals: dict[str, int] = {}
-    for job_id, num_tokens in tokens:
-        totals[job_id] = totals.get(job_id, 0) + num_tokens
-    if not totals:
-        return
-    rows = given(connection, {"id": str, "tokens": int}, list(totals.items()))
-    connection.execute(
-        update(jobs)
-        .where(jobs.c.id == rows["id"])
-        .values(wasted_tokens=jobs.c.wasted_tokens + rows["tokens"]),
-        rows.parameters,
-    )
 
 
 def ending(*endings: tuple[Any, ErrorCode, str], now: float) -> dict[str, Any]:
@@ -317,22 +301,19 @@ def _save(
     connection: Connection,
     held: Sequence[Held],
     checkpoints: Mapping[Held, Checkpoint],
-    *,
-    now: float,
+    first_tokens: Mapping[Held, float],
 ) -> None:
-    saved = [
-        (
-            each.id,
-            each.fence,
-            encode(checkpoints[each]),
-            num_tokens(checkpoints[each]),
-        )
-        for each in held
-        if each in checkpoints
-    ]
+    """Of each job what is given; its row keeps the rest."""
+    saved = []
+    for each in held:
+        if each in checkpoints or each in first_tokens:
+            tokens = checkpoints.get(each)
+            text = None if tokens is None else encode(tokens)
+            num = None if tokens is None else num_tokens(tokens)
+            saved.append((each.id, each.fence, text, num, first_tokens.get(each)))
     if not saved:
         return
-    columns = {"id": str, "fence": int, "checkpoint": str, "checkpoint_tokens": int}
+    columns = {"id": str, "fence": int, "checkpoint": str, "tokens": int, "first": float}
     rows = given(connection, columns, saved)
     ours = (jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
     # SKIP LOCKED: a job being finished just now needs no checkpoint, and a beat that waited for the
@@ -342,9 +323,9 @@ def _save(
         update(jobs)
         .where(jobs.c.id.in_(picked(free)), *ours)
         .values(
-            checkpoint=rows["checkpoint"],
-            checkpoint_tokens=rows["checkpoint_tokens"],
-            first_token_at=func.coalesce(jobs.c.first_token_at, now),
+            checkpoint=func.coalesce(rows["checkpoint"], jobs.c.checkpoint),
+            checkpoint_tokens=func.coalesce(rows["tokens"], jobs.c.checkpoint_tokens),
+            first_token_at=func.coalesce(jobs.c.first_token_at, rows["first"]),
         ),
         rows.parameters,
     )

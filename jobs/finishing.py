@@ -70,7 +70,9 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
         fence=result.fence,
         state=JobState.FAILED,
         error=error_object(ErrorCode.UNSTORABLE, f"the result could not be stored ({refused})"),
+        prompt_tokens=result.prompt_tokens,
         wasted_tokens=result.wasted_tokens + result.completion_tokens,
+        first_token_at=result.first_token_at,
     )
     with connection.begin_nested():
         return _finish(connection, [failure], now)
@@ -121,7 +123,7 @@ def _finish(connection: Connection, results: Sequence[JobResult], now: float) ->
                 "completion_tokens": rows["completion_tokens"],
                 "wasted_tokens": jobs.c.wasted_tokens + rows["wasted_tokens"],
                 "started_at": func.coalesce(rows["started_at"], jobs.c.started_at),
-                # a beat's stamp is late by up to a beat; an earlier attempt's is the true first
+                # the engine's own time is before a beat's; an earlier attempt's is the true first
                 "first_token_at": case(
                     (jobs.c.first_token_at <= first, jobs.c.first_token_at),
                     else_=func.coalesce(first, jobs.c.first_token_at),

@@ -37,6 +37,7 @@ class Attempt:
     phase: Phase = Phase.CLAIMED
     prompt: Prompt | None = None
     generated: Checkpoint = field(default_factory=list)  # ids of each sample, resumed ones too
+    first_token_at: float | None = None  # monotonic; the first that is this attempt's own
     num_resumed: int = 0  # of these, made by earlier attempts
     num_seen: int = 0  # of these, by the last beat
     num_stored: int = 0  # of these, in the row's checkpoint
@@ -89,3 +90,4 @@ class Holding:
 
     held: list[Held]
     checkpoints: dict[Held, Checkpoint]
+    first_tokens: dict[Held, float] = field(default_factory=dict)  # monotonic

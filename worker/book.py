@@ -74,17 +74,21 @@ class Book:
     def holding(self) -> Holding:
         """What the lease tells SQL: all that is held, and tokens made since the last call.
 
-        Of a job's first beat none are told: one shorter than a beat never costs a checkpoint.
+        Of a job's first beat only when its first token came: one shorter than a beat never costs
+        a checkpoint.
         """
         with self.lock:
             checkpoints: dict[Held, Checkpoint] = {}
+            first_tokens: dict[Held, float] = {}
             for attempt in self.open_in(Phase.RUNNING):
                 num_generated = attempt.num_generated
                 if 0 < attempt.num_seen < num_generated:
                     checkpoints[attempt.held] = [list(ids) for ids in attempt.generated]
+                if attempt.first_token_at is not None and attempt.num_seen < num_generated:
+                    first_tokens[attempt.held] = attempt.first_token_at
                 attempt.num_seen = num_generated
             held = [attempt.held for attempt in self.attempts.values()]
-            return Holding(held=held, checkpoints=checkpoints)
+            return Holding(held=held, checkpoints=checkpoints, first_tokens=first_tokens)
 
     def stats(self) -> Mapping[str, int]:
         with self.lock:
@@ -140,7 +144,12 @@ class Book:
         wasted_tokens = 0
         if outcome.state != JobState.SUCCEEDED:
             wasted_tokens = attempt.num_generated
-            outcome = replace(outcome, completion_tokens=0)
+            first = outcome.first_token_at
+            outcome = replace(
+                outcome,
+                completion_tokens=0,
+                first_token_at=attempt.first_token_at if first is None else first,
+            )
         self._post(
             Finish(
                 held=attempt.held,
@@ -179,6 +188,7 @@ class Book:
                 held=attempt.held,
                 checkpoint=attempt.generated,
                 unstored_tokens=attempt.num_unstored,
+                first_token_at=attempt.first_token_at,
                 crashed=crashed,
                 answer=lambda: self.end(attempt.delivery, Ending.HANDED_BACK),
             )
@@ -193,7 +203,9 @@ class Book:
 
     def _waste(self, attempt: Attempt) -> None:
         if tokens := attempt.num_unstored:
-            self._post(Waste(job_id=attempt.job.id, tokens=tokens))
+            self._post(
+                Waste(job_id=attempt.job.id, tokens=tokens, first_token_at=attempt.first_token_at)
+            )
 
     def end(self, delivery: Delivery, ending: Ending, message: str = "") -> None:
         """Tell Celery, unless it has been told."""

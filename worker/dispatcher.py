@@ -8,7 +8,6 @@ until it is dropped because the row is another's.
 
 import logging
 import math
-import queue
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -20,10 +19,10 @@ from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase, job_id_of, key_of
 from worker.book import Book
 from worker.delivery import Delivery, Ending
-from worker.generation import Limits, Outcome, Refusal, outcome_of, prepare
-from worker.guard import start_thread
+from worker.generation import Limits, Outcome, Refusal, outcome_of
 from worker.ledger import Cancel, Claim, Entry, Insert, Waste
 from worker.messages import Command, Ended, Ready, Refused, Stepped
+from worker.preparer import Preparer
 from worker.prompt import Prompt
 from worker.sent_job import SentJob
 
@@ -54,13 +53,12 @@ class Dispatcher:
         self._book = Book(post=post, send=send, max_jobs=max_jobs, max_crashes=max_crashes)
         self._lock = self._book.lock
         self._revoked: set[Delivery] = set()
-        self._to_prepare: queue.SimpleQueue[Attempt] = queue.SimpleQueue()
-        self._limits: Limits | None = None
+        self._preparer = Preparer(tokenizer=tokenizer, post=post, prepared=self._prepared)
         self._died_at = math.inf  # the engine, while there is none
         self._engine_stats: Mapping[str, int | float] = {}
 
     def start(self) -> None:
-        start_thread("prepare", self._prepare)
+        self._preparer.start()
 
     # -- what others ask
 
@@ -118,7 +116,7 @@ class Dispatcher:
             Claim(
                 job_id=new_job.id,
                 new_job=new_job,
-                answer=lambda job, now: self._claimed(delivery, job, now, sent.refusal),
+                answer=lambda job, now: self._claimed(delivery, job, now, sent),
             )
         )
 
@@ -152,6 +150,12 @@ class Dispatcher:
         """
         new_job = None if sent is None else sent.new_job
         self._post(Cancel(job_id=job_id, new_job=new_job, answer=lambda: None))
+        self._count(sent)
+
+    def _count(self, sent: SentJob | None) -> None:
+        """The row of a whole job says how long its prompt is, even if nobody will run it."""
+        if sent is not None and sent.refusal is None and sent.new_job.model == self._model:
+            self._preparer.count(sent.new_job)
 
     def begin_drain(self) -> None:
         """Take nothing more, and give back what the engine has not begun."""
@@ -173,9 +177,10 @@ class Dispatcher:
         delivery: Delivery,
         job: ClaimedJob | None,
         now: float,  # the database's clock
-        refusal: Refusal | None = None,
+        sent: SentJob | None = None,
     ) -> None:
         if job is None:
+            self._count(sent)
             self._book.end(delivery, Ending.DROPPED)
             return
         left_s = None if job.deadline_at is None else job.deadline_at - now
@@ -183,11 +188,12 @@ class Dispatcher:
             job=job,
             delivery=delivery,
             deadline_at=None if left_s is None else time.monotonic() + left_s,
-            refusal=refusal,
+            refusal=None if sent is None else sent.refusal,
         )
         delivery.accept()
         with self._lock:
             if delivery in self._revoked:
+                self._count(sent)
                 return  # the cancel is on its way
             if attempt.key in self._book.attempts:
                 # a second message of a job held already, read back after a commit in doubt
@@ -198,38 +204,26 @@ class Dispatcher:
             if self._book.draining:
                 self._book.hand_back(attempt)
                 return
-        self._to_prepare.put(attempt)
+        self._preparer.prepare(attempt)
 
-    # -- preparing, on its thread
+    # -- what the preparer has made of its body, on that thread
 
-    def _prepare(self) -> None:
-        while True:
-            attempt = self._to_prepare.get()
-            try:
-                prompt = self._prompt(attempt)
-            except Refusal as refusal:
-                with self._lock:
-                    if self._book.is_open(attempt):
-                        self._book.finish(attempt, _refused(refusal))
-                continue
-            with self._lock:
-                if self._book.is_open(attempt):  # not dropped, or at its time limit, meanwhile
-                    attempt.resume(prompt)
-                    attempt.phase = Phase.WAITING
-                    self._book.admit()
-
-    def _prompt(self, attempt: Attempt) -> Prompt:
-        if attempt.refusal is not None:
-            raise attempt.refusal
-        assert self._limits is not None, "a job was taken before there was an engine"
-        job = attempt.job
-        return prepare(job.id, job.url, job.body, self._tokenizer, self._limits)
+    def _prepared(self, attempt: Attempt, prompt: Prompt | Refusal) -> None:
+        with self._lock:
+            if not self._book.is_open(attempt):
+                return  # dropped, or at its time limit, meanwhile
+            if isinstance(prompt, Refusal):
+                self._book.finish(attempt, _refused(prompt))
+                return
+            attempt.resume(prompt)
+            attempt.phase = Phase.WAITING
+            self._book.admit()
 
     # -- the engine, on its keeper's thread
 
     def engine_ready(self, ready: Ready) -> None:
         with self._lock:
-            self._limits = Limits(
+            self._preparer.limits = Limits(
                 max_model_len=ready.max_model_len,
                 kv_tokens=ready.kv_tokens,
                 block_size=ready.block_size,
@@ -247,11 +241,20 @@ class Dispatcher:
                 self._book.room, free_tokens=stepped.free_tokens, num_waiting=stepped.num_waiting
             )
             self._engine_stats = stepped.stats or self._engine_stats
+            now = time.monotonic()
             for delta in stepped.deltas:
                 if (attempt := self._book.attempts.get(delta.key)) is not None:
                     attempt.generated[delta.sample_index] += delta.token_ids
+                    if attempt.first_token_at is None:
+                        attempt.first_token_at = now
                 else:  # made before the engine heard that the job is not ours
-                    self._post(Waste(job_id=job_id_of(delta.key), tokens=len(delta.token_ids)))
+                    self._post(
+                        Waste(
+                            job_id=job_id_of(delta.key),
+                            tokens=len(delta.token_ids),
+                            first_token_at=now,
+                        )
+                    )
             if not stepped.ended and not stepped.refused:
                 return
             for refused in stepped.refused:

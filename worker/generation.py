@@ -28,10 +28,18 @@ from worker.scores import echo_of, logprobs_of, prompt_logprobs_of
 class Refusal(Exception):
     """A job this engine cannot do; ends it as failed with this error."""
 
-    def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        param: str | None = None,
+        prompt_tokens: int = 0,  # 0: refused before they were counted
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.param = param
+        self.prompt_tokens = prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,25 +76,33 @@ def prepare(
     job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
 ) -> Prompt:
     """The job's prompt and options. Raises Refusal."""
+    token_ids: list[int] = []
     try:
-        return _prepare(job_id, url, body, tokenizer, limits)
-    except BodyError as error:
-        raise Refusal(ErrorCode.INVALID_REQUEST, str(error), param=error.param) from None
-    except ParameterError as error:
-        raise Refusal(ErrorCode.INVALID_REQUEST, str(error), param=error.param) from None
+        generation = openai.parse(url, body)
+        token_ids = tokenizer.encode_input(
+            prompt=generation.prompt,
+            messages=generation.messages,
+            tools=generation.tool_use.tools,
+            variables=generation.template_variables,
+        )
+        return _prepare(job_id, generation, token_ids, tokenizer, limits)
+    except (BodyError, ParameterError) as error:
+        raise Refusal(
+            ErrorCode.INVALID_REQUEST,
+            str(error),
+            param=error.param,
+            prompt_tokens=len(token_ids),
+        ) from None
 
 
 def _prepare(
-    job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
+    job_id: str,
+    generation: openai.Generation,
+    token_ids: list[int],
+    tokenizer: Tokenizer,
+    limits: Limits,
 ) -> Prompt:
-    generation = openai.parse(url, body)
     tool_use = generation.tool_use
-    token_ids = tokenizer.encode_input(
-        prompt=generation.prompt,
-        messages=generation.messages,
-        tools=tool_use.tools,
-        variables=generation.template_variables,
-    )
     params = checked_params(
         tokenizer,
         token_ids,
@@ -105,6 +121,7 @@ def _prepare(
             f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) need more than "
             f"the {limits.kv_tokens} tokens this engine's KV cache holds",
             param="max_tokens",
+            prompt_tokens=len(token_ids),
         )
     return Prompt(
         token_ids=token_ids,

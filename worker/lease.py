@@ -155,13 +155,16 @@ class LeaseKeeper:
         }
         try:
             with self._database.begin() as connection:
+                now = self._database.clock(connection)
+                elapsed = now - time.monotonic()  # from our monotonic clock to the database's
                 lost = claims.beat(
                     connection,
                     self._info.id,
-                    now=self._database.clock(connection),
+                    now=now,
                     lease_s=self._lease_s,
                     stats=stats,
                     checkpoints=holding.checkpoints,
+                    first_tokens={held: elapsed + at for held, at in holding.first_tokens.items()},
                     held=holding.held,
                 )
         except claims.UnknownWorker:

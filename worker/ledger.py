@@ -22,7 +22,8 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import claims, finishing, store
+from jobs import accounting, claims, finishing, store
+from jobs.accounting import Counted, Wasted
 from jobs.claims import Checkpoint, ClaimedJob, Held
 from jobs.database import Database, transient, trouble
 from jobs.finishing import JobResult
@@ -72,6 +73,7 @@ class HandBack:
     held: Held
     checkpoint: Checkpoint
     unstored_tokens: int  # of these, not in the row's checkpoint yet
+    first_token_at: float | None  # monotonic; of this attempt
     crashed: bool  # the engine process died with it
     answer: Callable[[], None]
 
@@ -91,6 +93,14 @@ class Waste:
 
     job_id: str
     tokens: int
+    first_token_at: float | None  # monotonic; of its attempt, or of these tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """The prompt of a job that came whole in a message has been tokenized."""
+
+    counted: Counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +110,7 @@ class Flush:
     answer: Callable[[], None]
 
 
-Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Flush
+Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Count | Flush
 _E = TypeVar("_E", bound=Entry)
 
 
@@ -225,8 +235,13 @@ class Ledger:
             if record is not None and record.state in TERMINAL:
                 written.ended.append(record.id)
             written.answers.append(cancel.answer)
-        wasted = [(waste.job_id, waste.tokens) for waste in _of(Waste, window)]
-        claims.account_wasted(connection, wasted)
+        elapsed = _elapsed(now)
+        wasted = [
+            Wasted(waste.job_id, waste.tokens, _sql_time(waste.first_token_at, elapsed))
+            for waste in _of(Waste, window)
+        ]
+        accounting.account_wasted(connection, wasted)
+        accounting.count_prompts(connection, [count.counted for count in _of(Count, window)])
         self._claim(connection, _of(Claim, window), now, doubtful, written)
         written.answers += [flush.answer for flush in _of(Flush, window)]
         return written
@@ -239,6 +254,7 @@ class Ledger:
         doubtful: bool,
         written: _Written,
     ) -> None:
+        elapsed = _elapsed(now)
         for crashed in (False, True):
             batch = [entry for entry in entries if entry.crashed is crashed]
             states = claims.release(
@@ -248,14 +264,25 @@ class Ledger:
                 crashed=crashed,
                 max_crashes=self._max_crashes,
                 checkpoints={entry.held: entry.checkpoint for entry in batch},
+                first_tokens={
+                    entry.held: elapsed + entry.first_token_at
+                    for entry in batch
+                    if entry.first_token_at is not None
+                },
             )
             written.ended += [held.id for held, state in states.items() if state in TERMINAL]
             written.answers += [entry.answer for entry in batch]
             if not doubtful:  # one not released had been lost before, with its newest tokens
-                late = [entry for entry in batch if entry.held not in states]
-                claims.account_wasted(
-                    connection, [(entry.held.id, entry.unstored_tokens) for entry in late]
-                )
+                late = [
+                    Wasted(
+                        entry.held.id,
+                        entry.unstored_tokens,
+                        _sql_time(entry.first_token_at, elapsed),
+                    )
+                    for entry in batch
+                    if entry.held not in states
+                ]
+                accounting.account_wasted(connection, late)
 
     def _finish(
         self,
@@ -265,7 +292,7 @@ class Ledger:
         doubtful: bool,
         written: _Written,
     ) -> None:
-        elapsed = now - time.monotonic()  # from our monotonic clock to the database's
+        elapsed = _elapsed(now)
         accepted = finishing.finish(
             connection, [_result(entry, elapsed) for entry in entries], now=now
         )
@@ -341,5 +368,14 @@ def _result(entry: Finish, elapsed: float) -> JobResult:
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
         wasted_tokens=entry.wasted_tokens,
-        first_token_at=None if outcome.first_token_at is None else elapsed + outcome.first_token_at,
+        first_token_at=_sql_time(outcome.first_token_at, elapsed),
     )
+
+
+def _elapsed(now: float) -> float:
+    """From our monotonic clock to the database's."""
+    return now - time.monotonic()
+
+
+def _sql_time(at: float | None, elapsed: float) -> float | None:
+    return None if at is None else elapsed + at

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from jobs import claims, finishing, store, sweep
+from jobs.accounting import Counted, Wasted, account_wasted, count_prompts
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.sweep import Reaped
 from tests.jobs.conftest import MODEL, NOW, new_job
@@ -225,13 +226,15 @@ def test_the_queries_that_run_all_day_use_their_index(full, name):
         assert "Sort" not in words.split("Index")[-1]
 
 
-@pytest.mark.parametrize("function", [finishing.finish, claims.account_wasted])
+@pytest.mark.parametrize("function", [finishing.finish, account_wasted, count_prompts])
 def test_writes_by_id_go_through_the_primary_key(full, function):
     result = finishing.JobResult(id="job_1", fence=1, state=JobState.SUCCEEDED, output={})
-    words = (
-        plan(full, finishing.finish, [result], now=NOW)
-        if function is finishing.finish
-        else plan(full, claims.account_wasted, [("job_1", 1)])
-    )
+    arguments = {
+        finishing.finish: ([result], {"now": NOW}),
+        account_wasted: ([Wasted("job_1", 1)], {}),
+        count_prompts: ([Counted("job_1", 2, 3)], {}),
+    }
+    rows, named = arguments[function]
+    words = plan(full, function, rows, **named)
     assert "sqlite_autoindex_jobs_1" in words or "jobs_pkey" in words
     assert "Seq Scan on jobs" not in words

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import redis
+from sqlalchemy import select
 
 from cli import tether
 from jobs import store
@@ -22,6 +23,7 @@ from jobs.celery_app import make_app
 from jobs.database import Database
 from jobs.events import Channel, Publisher
 from jobs.lifecycle import TERMINAL, JobState
+from jobs.models import jobs
 from jobs.records import JobRecord, NewJob, WorkerRecord
 from jobs.settings import Settings
 from worker import sweeper
@@ -189,8 +191,13 @@ class Deployment:
 
     def running(self, job_id: str) -> JobRecord:
         """Its row, once it has tokens in a checkpoint."""
-        self.wait_for(lambda: bool((row := self.find(job_id)) and row.first_token_at))
+        self.wait_for(lambda: self._checkpointed(job_id))
         return self.get(job_id)
+
+    def _checkpointed(self, job_id: str) -> bool:
+        query = select(jobs.c.id).where(jobs.c.id == job_id, jobs.c.checkpoint_tokens > 0)
+        with self.database.read() as connection:
+            return connection.scalar(query) is not None
 
     def counts(self) -> dict[JobState, int]:
         with self.database.read() as connection:

@@ -18,13 +18,14 @@ from engine.dialect import NoToolFormatError
 from engine.parameter_error import ParameterError
 from engine.structured.compiler import CompilerBusyError
 from engine.tokenizer import Tokenizer
+from jobs.accounting import Counted
 from jobs.claims import ClaimedJob, Held
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.engine_process import refused
-from worker.ledger import Cancel, Claim, Entry, Finish, HandBack, Insert, Waste
+from worker.ledger import Cancel, Claim, Count, Entry, Finish, HandBack, Insert, Waste
 from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
 from worker.sent_job import read_sent_job
 
@@ -125,7 +126,8 @@ def job(job_id: str = "job_1", **values) -> ClaimedJob:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 20} | values.pop("body", {})
     usual = {"id": job_id, "fence": 1, "attempt": 1, "url": "/v1/completions", "model": "tiny"}
     usual |= {"body": body, "priority": 0, "deadline_at": None, "checkpoint": None}
-    return ClaimedJob(**usual | {"crash_count": 0, "created_at": NOW} | values)
+    usual |= {"crash_count": 0, "created_at": NOW, "prompt_tokens": 5}
+    return ClaimedJob(**usual | values)
 
 
 def ended(key: str, finish_reason: str = "length", text: str = "text", error=None) -> Ended:
@@ -197,7 +199,7 @@ def test_a_result_that_was_fenced_out_is_counted_as_waste(world):
     add = world.run()
     world.step(Delta(add.key, 0, [7, 8, 9]), ended=[ended(add.key)])
     world.take(Finish).answer(False)
-    assert world.take(Waste) == Waste(job_id="job_1", tokens=3)
+    assert world.take(Waste).tokens == 3
     assert exception_of(world.celery[1][1][1]) is Ignore
 
 
@@ -267,10 +269,13 @@ def test_what_ends_badly_in_the_engine_says_why(world, finish_reason, error, sta
 
 def test_a_lost_job_is_aborted_and_shows_no_output_afterwards(world):
     add = world.run()
+    before = time.monotonic()
     world.step(Delta(add.key, 0, [7, 8]))
     world.lose("job_1", fence=1)
     assert world.take(Abort) == Abort(add.key)
-    assert world.take(Waste) == Waste(job_id="job_1", tokens=2)
+    waste = world.take(Waste)
+    assert (waste.job_id, waste.tokens) == ("job_1", 2)
+    assert before <= waste.first_token_at <= time.monotonic()
     world.step(Delta(add.key, 0, [9]), ended=[ended(add.key, "abort")])
     world.step(ended=[ended(add.key)])
     assert not world.has(Finish)
@@ -281,9 +286,12 @@ def test_tokens_that_come_after_the_loss_of_a_job_are_waste_too(world):
     add = world.run()
     world.step(Delta(add.key, 0, [7, 8]))
     world.lose("job_1", fence=1)
-    assert world.take(Waste) == Waste(job_id="job_1", tokens=2)
+    first = world.take(Waste)
+    assert (first.job_id, first.tokens) == ("job_1", 2)
     world.step(Delta(add.key, 0, [9, 10, 11]))
-    assert world.take(Waste) == Waste(job_id="job_1", tokens=3)
+    late = world.take(Waste)
+    assert (late.job_id, late.tokens) == ("job_1", 3)
+    assert first.first_token_at < late.first_token_at
 
 
 def test_a_job_lost_under_an_older_fence_leaves_the_newer_attempt_alone(world):
@@ -430,11 +438,15 @@ def test_a_checkpoint_that_does_not_fit_the_job_is_left(world, checkpoint):
 def test_only_jobs_with_tokens_at_an_earlier_beat_are_checkpointed(world):
     add = world.run()
     world.step(Delta(add.key, 0, [7]))
-    assert world.dispatcher.holding().checkpoints == {}
-    assert world.dispatcher.holding().checkpoints == {}  # nothing new
+    first_beat = world.dispatcher.holding()
+    assert first_beat.checkpoints == {}
+    assert list(first_beat.first_tokens) == [Held("job_1", 1)]
+    nothing_new = world.dispatcher.holding()
+    assert (nothing_new.checkpoints, nothing_new.first_tokens) == ({}, {})
     world.step(Delta(add.key, 0, [8]))
     holding = world.dispatcher.holding()
     assert holding.held == [Held("job_1", 1)]
+    assert holding.first_tokens == first_beat.first_tokens
     assert holding.checkpoints == {Held("job_1", 1): [[7, 8]]}
 
 
@@ -455,9 +467,12 @@ def test_a_soft_limit_ends_the_job_when_the_engine_has_let_go(world):
 
 def test_a_hard_limit_ends_the_job_at_once_and_celery_is_told_only_that(world):
     add = world.run(limits={"hard": 1e-9})
+    before = time.monotonic()
+    world.step(Delta(add.key, 0, [7]))
     world.dispatcher.check_time()
     assert world.take(Abort) == Abort(add.key)
     finish = world.take(Finish)
+    assert before <= finish.outcome.first_token_at <= time.monotonic()
     assert (finish.outcome.state, finish.outcome.code) == (JobState.FAILED, ErrorCode.TIME_LIMIT)
     finish.answer(True)
     world.step(ended=[ended(add.key, "abort")])
@@ -533,3 +548,45 @@ def test_a_whole_job_that_is_not_one_becomes_a_failed_row(world):
     outcome = world.take(Finish).outcome
     assert outcome.code == ErrorCode.INVALID_REQUEST
     assert "url" in outcome.message
+
+
+def whole(world, **body):
+    sent = {"url": "/v1/completions", "body": {"model": "tiny", "prompt": "hello"} | body}
+    return read_sent_job("job_1", sent, max_attempts=5, max_bytes=1000, served=SERVED)
+
+
+@pytest.mark.parametrize(
+    ("body", "max_tokens"), [({"max_tokens": 20}, 20), ({"max_tokens": 600}, 0), ({"n": 99}, 0)]
+)
+def test_the_prompt_of_a_whole_job_is_counted_when_it_is_tokenized(world, body, max_tokens):
+    """Also where the engine's limits or an option refuse the job."""
+    sent = whole(world, **body)
+    world.dispatcher.receive_job(world.deliver(), sent)
+    claimed = job(body=sent.new_job.body, prompt_tokens=0)
+    world.take(Claim).answer(claimed, NOW)
+    num_tokens = len(world.tokenizer.encode_input(prompt="hello"))
+    assert world.take(Count).counted == Counted("job_1", num_tokens, max_tokens)
+    assert world.take(Finish if not max_tokens else Add)
+
+
+def test_a_prompt_that_the_api_has_counted_is_not_counted_again(world):
+    world.run(prompt_tokens=5)
+    assert not world.has(Count)
+
+
+@pytest.mark.parametrize("claimed", [None, job(prompt_tokens=0)])
+def test_a_whole_job_revoked_before_its_claim_came_in_is_counted_all_the_same(world, claimed):
+    delivery = world.deliver()
+    world.dispatcher.receive_job(delivery, whole(world))
+    delivery.terminate()
+    world.take(Claim).answer(claimed, NOW)
+    assert world.take(Count).counted.prompt_tokens > 0
+    assert not world.has(Add)
+
+
+def test_a_whole_job_revoked_as_a_message_is_counted_if_its_model_is_ours(world):
+    world.dispatcher.cancel("job_1", whole(world, model="other"))
+    world.dispatcher.cancel("job_2")
+    world.dispatcher.cancel("job_1", whole(world))
+    assert world.take(Count).counted.prompt_tokens > 0
+    assert not world.has(Count)

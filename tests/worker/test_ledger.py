@@ -10,12 +10,13 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from jobs import claims, store, sweep
+from jobs.accounting import Counted
 from jobs.claims import ClaimedJob, Held
 from jobs.database import Database
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord, NewJob, WorkerInfo
 from worker.generation import Outcome
-from worker.ledger import Cancel, Claim, Finish, HandBack, Insert, Ledger, Waste
+from worker.ledger import Cancel, Claim, Count, Finish, HandBack, Insert, Ledger, Waste
 
 WORKER = "w1"
 TIMEOUT_S = 20.0
@@ -196,11 +197,17 @@ def test_a_handed_back_job_is_queued_again_with_its_tokens(bench):
     held = Held(job.id, job.fence)
     bench.ask(
         lambda answer: HandBack(
-            held=held, checkpoint=[[7]], unstored_tokens=1, crashed=False, answer=answer
+            held=held,
+            checkpoint=[[7]],
+            unstored_tokens=1,
+            first_token_at=time.monotonic(),
+            crashed=False,
+            answer=answer,
         )
     )
     row = bench.get(job_id)
     assert (row.state, row.attempt) == (JobState.QUEUED, 0)
+    assert row.created_at <= row.first_token_at <= row.created_at + TIMEOUT_S
     assert bench.claim(job_id).checkpoint == [[7]]
     assert not bench.finish(held)
 
@@ -211,7 +218,8 @@ def test_a_job_the_engine_died_with_too_often_fails_and_is_announced(bench):
         job = bench.claim(job_id)
         held = Held(job.id, job.fence)
         bench.ask(lambda answer, held=held: HandBack(
-            held=held, checkpoint=[], unstored_tokens=0, crashed=True, answer=answer
+            held=held, checkpoint=[], unstored_tokens=0, first_token_at=None, crashed=True,
+            answer=answer,
         ))  # fmt: skip
     assert bench.get(job_id).error["code"] == "poisoned"
     assert bench.announced == [job_id]
@@ -237,10 +245,12 @@ def test_a_cancel_in_the_window_of_its_claim_wins(database_url, whole):
 
 def test_waste_is_added_up(bench):
     [job_id] = bench.submit()
-    for tokens in (3, 4):
-        bench.ledger.post(Waste(job_id=job_id, tokens=tokens))
+    for tokens, first_token_at in ((3, time.monotonic()), (4, None)):
+        bench.ledger.post(Waste(job_id=job_id, tokens=tokens, first_token_at=first_token_at))
     assert bench.ledger.flush().wait(TIMEOUT_S)
-    assert bench.get(job_id).wasted_tokens == 7
+    row = bench.get(job_id)
+    assert row.wasted_tokens == 7
+    assert row.created_at <= row.first_token_at <= row.created_at + TIMEOUT_S
 
 
 def test_tokens_of_a_hand_back_that_comes_too_late_are_waste(bench):
@@ -249,10 +259,24 @@ def test_tokens_of_a_hand_back_that_comes_too_late_are_waste(bench):
     held = Held(claimed.id, claimed.fence)
     bench.ask(lambda answer: Cancel(job_id=job_id, answer=answer))
     bench.ask(lambda answer: HandBack(
-        held=held, checkpoint=[[7, 8, 9]], unstored_tokens=2, crashed=True, answer=answer
+        held=held, checkpoint=[[7, 8, 9]], unstored_tokens=2, first_token_at=time.monotonic(),
+        crashed=True, answer=answer,
     ))  # fmt: skip
     row = bench.get(job_id)
     assert (row.state, row.wasted_tokens) == (JobState.CANCELLED, 2)
+    assert row.created_at <= row.first_token_at <= row.created_at + TIMEOUT_S
+
+
+def test_a_whole_job_is_counted_in_the_window_that_ends_it(database_url):
+    bench = Bench(database_url)  # not started: all entries fall into its first window
+    sent = new_job()
+    bench.ledger.post(Count(counted=Counted(sent.id, 5, 20)))
+    bench.ledger.post(Cancel(job_id=sent.id, new_job=sent, answer=lambda: None))
+    flushed = bench.ledger.flush()
+    bench.ledger.start()
+    assert flushed.wait(TIMEOUT_S)
+    row = bench.get(sent.id)
+    assert (row.state, row.prompt_tokens, row.max_tokens) == (JobState.CANCELLED, 5, 20)
 
 
 def test_a_whole_job_that_comes_twice_is_one_row_and_one_claim(bench):

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import time
 import uuid
 from pathlib import Path
 
@@ -29,6 +30,42 @@ def generate(service: Deployment, max_tokens: int = 20, body=None, **options) ->
     job = {"url": "/v1/completions", "body": body}
     service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id, **options)
     return "job_" + task_id.replace("-", "")
+
+
+def test_a_job_sent_by_celery_shows_its_prompt_tokens_from_its_start_to_any_end(service):
+    num_prompt_tokens = 200
+    prompt = [5] * num_prompt_tokens
+    done = generate(service, body={"prompt": prompt})
+    refused = generate(service, body={"prompt": prompt, "temperature": -1})
+    late = generate(service, 15_000, body={"prompt": prompt}, time_limit=0.5)
+    running = generate(service, 15_000, body={"prompt": prompt})
+    service.wait_for(lambda: bool((row := service.find(running)) and row.prompt_tokens))
+    row = service.get(running)
+    assert (row.state, row.prompt_tokens) == (JobState.RUNNING, num_prompt_tokens)
+    assert row.max_tokens == 15_000
+    service.cancel(running)
+    rows = service.ended(done, refused, late, running)
+    assert [row.state for row in rows] == [
+        JobState.SUCCEEDED, JobState.FAILED, JobState.FAILED, JobState.CANCELLED,
+    ]  # fmt: skip
+    for job_id in (done, refused, late, running):
+        # the ledger may write it just after the end
+        service.wait_for(lambda job_id=job_id: service.get(job_id).prompt_tokens > 0)
+        assert service.get(job_id).prompt_tokens == num_prompt_tokens
+
+
+def test_a_job_cancelled_before_a_beat_has_seen_it_keeps_its_first_tokens_time(service):
+    """Beats are half a second apart: most of these end between their first token and a beat."""
+    for _ in range(3):
+        [job_id] = service.submit(completion(15_000))
+        service.wait_for(lambda job_id=job_id: service.get(job_id).state == JobState.RUNNING)
+        time.sleep(0.2)
+        service.cancel(job_id)
+        service.wait_for(lambda job_id=job_id: service.get(job_id).wasted_tokens > 0)
+        row = service.get(job_id)
+        assert row.state == JobState.CANCELLED
+        assert row.started_at <= row.first_token_at
+        assert row.timings["ttft_s"] > 0
 
 
 def mapped_files(pid: int) -> str:
@@ -249,6 +286,8 @@ def test_revoking_a_whole_job_that_is_still_a_message_leaves_a_cancelled_row(ser
         service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id)
     for row in service.ended(*("job_" + task_id.replace("-", "") for task_id in task_ids)):
         assert (row.state, row.attempt, row.output) == (JobState.CANCELLED, 0, None)
+        if row.model == MODEL:
+            service.wait_for(lambda id_=row.id: service.get(id_).prompt_tokens > 0)
     assert "Failed to mark" not in worker.log_text()
 
 

@@ -1,0 +1,78 @@
+"""What is learnt of a job's tokens beside its claim and its result, whoever holds it by now.
+
+No fence guards these writes: how long a prompt is, and that tokens were generated for nothing, is
+true of the job itself. Takes an open connection; any number of jobs in one statement.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, update
+
+from jobs.models import jobs
+from jobs.rows import given
+
+
+@dataclass(frozen=True, slots=True)
+class Wasted:
+    """Tokens that were generated for nothing: the job was cancelled, or went to another."""
+
+    job_id: str
+    tokens: int
+    first_token_at: float | None = None  # by the database's clock; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A job that came whole in a message, once its prompt is tokenized."""
+
+    job_id: str
+    prompt_tokens: int
+    max_tokens: int  # 0: not known, its options were refused
+
+
+def account_wasted(connection: Connection, wasted: Sequence[Wasted]) -> None:
+    """Add them up, and fill in when the first token came where the row does not say.
+
+    Not those of its checkpoint: they go to the next attempt, or `models.LOST` counts them.
+    """
+    totals: dict[str, Wasted] = {}
+    for each in wasted:
+        before = totals.get(each.job_id, Wasted(each.job_id, 0))
+        times = [at for at in (before.first_token_at, each.first_token_at) if at is not None]
+        totals[each.job_id] = Wasted(
+            each.job_id, before.tokens + each.tokens, min(times, default=None)
+        )
+    if not totals:
+        return
+    rows = given(
+        connection,
+        {"id": str, "tokens": int, "first_token_at": float},
+        [(each.job_id, each.tokens, each.first_token_at) for each in totals.values()],
+    )
+    connection.execute(
+        update(jobs)
+        .where(jobs.c.id == rows["id"])
+        .values(
+            wasted_tokens=jobs.c.wasted_tokens + rows["tokens"],
+            first_token_at=func.coalesce(jobs.c.first_token_at, rows["first_token_at"]),
+        ),
+        rows.parameters,
+    )
+
+
+def count_prompts(connection: Connection, counted: Sequence[Counted]) -> None:
+    """Write down what nobody has counted before."""
+    if not counted:
+        return
+    rows = given(
+        connection,
+        {"id": str, "prompt_tokens": int, "max_tokens": int},
+        [(each.job_id, each.prompt_tokens, each.max_tokens) for each in counted],
+    )
+    connection.execute(
+        update(jobs)
+        .where(jobs.c.id == rows["id"], jobs.c.prompt_tokens == 0)
+        .values(prompt_tokens=rows["prompt_tokens"], max_tokens=rows["max_tokens"]),
+        rows.parameters,
+    )
