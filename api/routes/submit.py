@@ -65,6 +65,12 @@ async def submit(request: Request, services: ServicesDep) -> Response:
             param="idempotency-key",
             code="idempotency_conflict",
         ) from None
+    if len(submitted.records) < len(submission.jobs):
+        raise Conflict(
+            "jobs of this Idempotency-Key's first call have been deleted since",
+            param="idempotency-key",
+            code="job_deleted",
+        )
     services.hints.submitted()
     objects = await _objects(services, submitted.records)
     headers = {"idempotent-replayed": "true"} if submitted.replayed else {}

@@ -5,8 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
+from sqlalchemy import delete
 
 from jobs.celery_app import queue_for
+from jobs.database import Database
+from jobs.models import jobs
 from tests.api.conftest import MODEL, chat, completion, error_of, submit, until
 
 JOB_KEYS = {
@@ -135,6 +138,23 @@ def test_the_same_key_with_another_body_is_a_conflict_not_to_be_retried(client):
     assert reply.headers["x-should-retry"] == "false"
     assert error_of(reply)["param"] == "idempotency-key"
     assert len(client.get("/v1/jobs").json()["data"]) == 1
+
+
+@pytest.mark.parametrize("body", [completion(), [completion(), completion()]])
+def test_the_key_of_a_job_that_was_deleted_is_a_conflict_not_to_be_retried(
+    sqlite_client, sqlite_settings, body
+):
+    headers = {"idempotency-key": "key-1"}
+    first = sqlite_client.post("/v1/jobs", json=body, headers=headers).json()
+    job_id = first["id"] if isinstance(body, dict) else first["data"][0]["id"]
+    database = Database(sqlite_settings.database_url)
+    with database.begin() as connection:
+        connection.execute(delete(jobs).where(jobs.c.id == job_id))
+    database.dispose()
+    reply = sqlite_client.post("/v1/jobs", json=body, headers=headers)
+    assert reply.status_code == 409
+    assert reply.headers["x-should-retry"] == "false"
+    assert error_of(reply)["code"] == "job_deleted"
 
 
 def test_twenty_parallel_calls_with_one_key_make_one_job(client):
