@@ -122,18 +122,33 @@ def ended(client, job_id):
     return job if job["status"] in ENDED else None
 
 
-def test_the_celery_example_sends_a_job_and_cancels_it(shell, client):
-    example = python_example("import os\nfrom celery").replace(MODEL, "tiny")
-    sent, revoked = example.split("task.revoke")
+def celery_example(up):
+    """Its lines up to the job sent, and those that wait for the answer."""
+    example = python_example("import os, time").replace(MODEL, "tiny").replace(URL, up.url)
+    sent, separator, answered = example.partition("# no result backend")
+    return sent, separator + answered
 
-    def run(code):
-        return shell("".join(blocks("sh")) + f"python -c {shlex.quote(code)}").strip()
 
-    job_id = run(sent)
-    job = wait_until(lambda: ended(client, job_id))
-    assert (job["status"], job["usage"]["completion_tokens"] > 0) == ("succeeded", True)
-    job_id = run(sent.replace('"max_tokens": 64', '"max_tokens": 480, "ignore_eos": True')
-                 + "import time; time.sleep(0.5)\ntask.revoke" + revoked)  # fmt: skip
+def run_python(shell, code):
+    """In a shell that has read what the README's shells read."""
+    return shell("".join(blocks("sh")) + f"python -c {shlex.quote(code)}").strip()
+
+
+def test_the_celery_example_sends_a_job_and_prints_its_text(up, shell, client):
+    sent, answered = celery_example(up)
+    job_id, status, text = run_python(shell, sent + answered).split(maxsplit=2)
+    job = client.job(job_id, wait_s=0)
+    assert status == job["status"] == "succeeded"
+    assert text.strip() == job["response"]["body"]["choices"][0]["text"].strip() != ""
+    assert job["usage"]["completion_tokens"] > 0
+
+
+def test_the_line_that_revokes_cancels_a_job_of_the_celery_example(up, shell, client):
+    sent, _ = celery_example(up)
+    longer = sent.replace('"max_tokens": 64', '"max_tokens": 480, "ignore_eos": True')
+    assert longer != sent
+    revoked = "time.sleep(0.5)\n" + python_example("task.revoke") + "print(task.id)"
+    job_id = "job_" + run_python(shell, longer + revoked).replace("-", "")
     assert wait_until(lambda: ended(client, job_id))["status"] == "cancelled"
 
 
