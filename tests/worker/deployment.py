@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import redis
-from sqlalchemy import select
+from sqlalchemy import or_, select
 
 from cli import tether
 from jobs import store
@@ -190,12 +190,13 @@ class Deployment:
         return [self.get(job_id) for job_id in job_ids]
 
     def running(self, job_id: str) -> JobRecord:
-        """Its row, once it has tokens in a checkpoint."""
+        """Its row, once it has tokens in a checkpoint; or has ended before anybody looked."""
         self.wait_for(lambda: self._checkpointed(job_id))
         return self.get(job_id)
 
     def _checkpointed(self, job_id: str) -> bool:
-        query = select(jobs.c.id).where(jobs.c.id == job_id, jobs.c.checkpoint_tokens > 0)
+        begun = or_(jobs.c.checkpoint_tokens > 0, jobs.c.state.in_(TERMINAL))
+        query = select(jobs.c.id).where(jobs.c.id == job_id, begun)
         with self.database.read() as connection:
             return connection.scalar(query) is not None
 
