@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu import MAX_THREADS, stack, step
-from engine.kernels.cpu.attention import AttentionShape, Plan, plan_attention
+from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
 from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.matmul import GATED_ROWS, KINDS, pack, pack_int8, padded
 from engine.kernels.cpu.workers import run_side_by_side
@@ -111,9 +111,10 @@ class PackedDecoder:
             table[column] = tensor.data_ptr()
         table[step.NUM_TOKENS], table[step.NUM_WANTED] = len(token_ids), len(logit_rows)
         table[step.NUM_SEQUENCES], table[step.MAX_BLOCKS] = tensors[step.BLOCK_TABLES].shape
-        plan = plan_attention(
-            cu_query_lens.numpy(), seq_lens.numpy(), self._attention, self._num_workers
+        sequences = Sequences(
+            tensors[step.BLOCK_TABLES].numpy(), cu_query_lens.numpy(), seq_lens.numpy()
         )
+        plan = plan_attention(sequences, self._attention, self._num_workers)
         self._put_plan(plan)
         numba.set_num_threads(self._num_workers)  # of the calling thread
         step.run_step(table)
@@ -121,11 +122,18 @@ class PackedDecoder:
 
     def _put_plan(self, plan: Plan) -> None:
         table = self._table
-        table[step.ITEMS], table[step.NUM_ITEMS] = plan.items.ctypes.data, len(plan.items)
-        table[step.MERGES], table[step.NUM_MERGES] = plan.merges.ctypes.data, len(plan.merges)
-        table[step.PARTIALS] = plan.partials.ctypes.data
-        table[step.NUM_PARTIALS] = len(plan.partials)
-        table[step.SCRATCH] = plan.scratch.ctypes.data
+        for column, array in {
+            step.ORDER: plan.order,
+            step.ITEMS: plan.items,
+            step.MERGES: plan.merges,
+            step.PIECES: plan.pieces,
+            step.PARTIALS: plan.partials,
+            step.SCRATCH: plan.scratch,
+            step.PLACES: plan.places,
+        }.items():
+            table[column] = array.ctypes.data
+        table[step.NUM_ITEMS], table[step.NUM_MERGES] = len(plan.items), len(plan.merges)
+        table[step.NUM_PIECES], table[step.NUM_PARTIALS] = len(plan.pieces), len(plan.partials)
         table[step.SCRATCH_SIZE] = plan.scratch.shape[1]
 
     def _fill_table(self) -> None:

@@ -4,9 +4,8 @@ One head of a block holds its keys transposed, [block_size / 16, D, 16], then it
 [block_size, D]: both are right-hand sides of tiles, read in place. Query heads that share a KV head
 are rows of one left-hand side.
 
-Keys are taken in stretches of 256, counted from the sequence's start: a softmax of its own in each,
-merged in order (Milakov and Gimelshein 2018; split as in Dao et al. 2023, Flash-Decoding). Where
-the stretches lie depends on nothing but the sequence, so a row's result does not either.
+Keys are taken in stretches: a softmax of its own in each, merged in order (Milakov and Gimelshein
+2018; split as in Dao et al. 2023, Flash-Decoding).
 """
 
 from typing import NamedTuple
@@ -14,36 +13,28 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from engine.kernels.cpu.attention_plan import (
+    END_MEMBER,
+    END_ROW,
+    END_STRETCH,
+    FIRST_MEMBER,
+    FIRST_PIECE,
+    FIRST_ROW,
+    FIRST_STRETCH,
+    KV_HEAD,
+    MAX_ITEM_ROWS,
+    MERGE_END,
+    MERGE_FIRST,
+    MERGE_HEAD,
+    NUM_PIECES,
+    PARTIAL,
+    SEQUENCE,
+    STRETCH,
+)
 from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.tiles import MAX_ROWS, tile
 from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
-
-STRETCH = 256  # keys under one softmax
-MAX_ITEM_ROWS = 48  # query rows that share one read of keys and values
-ITEMS_PER_WORKER = 8  # with fewer items than this, each is cut into its stretches
-
-# columns of a plan's items
-SEQUENCE, KV_HEAD, FIRST_ROW, END_ROW, FIRST_STRETCH, END_STRETCH, PARTIAL = range(7)
-
-
-class AttentionShape(NamedTuple):
-    """Sizes of one layer's attention."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # a multiple of 16
-    block_size: int  # a multiple of 16
-    kv_kind: int  # how the cache stores numbers, see `emit`
-    kv_bytes: int  # of a stored number
-
-
-class Sequences(NamedTuple):
-    """Where the sequences of one step lie, as in `AttentionMetadata`."""
-
-    block_tables: np.ndarray  # [N, max_blocks] int64
-    cu_query_lens: np.ndarray  # [N + 1] int64
-    seq_lens: np.ndarray  # [N] int64
 
 
 class Scores(NamedTuple):
@@ -55,15 +46,6 @@ class Scores(NamedTuple):
     sinks: np.ndarray  # [H] float32, or empty
 
 
-class Plan(NamedTuple):
-    """Who computes what in one step's attention, the same in every layer."""
-
-    items: np.ndarray  # [num_items, 7] int64, the dearest first
-    merges: np.ndarray  # [num_merges, 5] int64: sequence, kv head, first row, first partial, number
-    partials: np.ndarray  # [num_partials, MAX_ITEM_ROWS, D + 2] float32
-    scratch: np.ndarray  # [num_workers, …] float32
-
-
 class Scratch(NamedTuple):
     """A worker's own memory, cut up."""
 
@@ -71,65 +53,6 @@ class Scratch(NamedTuple):
     totals: np.ndarray  # [MAX_ITEM_ROWS, D + 2] of each row its values, peak and sum so far
     scores: np.ndarray  # [MAX_ROWS, STRETCH]
     parts: np.ndarray  # [MAX_ROWS, D + 2] the same over one stretch
-
-
-@njit(nogil=True, cache=True)
-def count_items(cu_query_lens, seq_lens, shape):
-    """Items of a step, whole and cut into stretches (at most)."""
-    group = shape.num_heads // shape.num_kv_heads
-    whole, pieces = 0, 0
-    for n in range(len(seq_lens)):
-        num_rows = (cu_query_lens[n + 1] - cu_query_lens[n]) * group
-        items = -(-num_rows // MAX_ITEM_ROWS) * shape.num_kv_heads
-        whole += items
-        pieces += items * -(-seq_lens[n] // STRETCH)
-    return whole, pieces
-
-
-@njit(nogil=True, cache=True)
-def plan_attention(
-    cu_query_lens,  # [N + 1] int64
-    seq_lens,  # [N] int64
-    shape,
-    num_workers,
-):
-    """Items of at most 48 query rows of one sequence and KV head, cut along keys when few."""
-    group = shape.num_heads // shape.num_kv_heads
-    whole, pieces = count_items(cu_query_lens, seq_lens, shape)
-    cut = num_workers > 1 and whole < ITEMS_PER_WORKER * num_workers
-    items = np.empty((pieces if cut else whole, 7), np.int64)
-    merges = np.empty((whole if cut else 0, 5), np.int64)
-    costs = np.empty(len(items), np.int64)
-    num_items, num_merges = 0, 0
-    for n in range(len(seq_lens)):
-        query_len = cu_query_lens[n + 1] - cu_query_lens[n]
-        for first in range(0, query_len * group, MAX_ITEM_ROWS):
-            end = min(first + MAX_ITEM_ROWS, query_len * group)
-            seen = seq_lens[n] - query_len + (end - 1) // group + 1
-            stretches = -(-seen // STRETCH)
-            step = 1 if cut else stretches
-            for head in range(shape.num_kv_heads):
-                if cut:
-                    entry = merges[num_merges]
-                    entry[0], entry[1], entry[2] = n, head, first
-                    entry[3], entry[4] = num_items, stretches
-                    num_merges += 1
-                for stretch in range(0, stretches, step):
-                    partial = num_items if cut else -1
-                    item = items[num_items]
-                    item[SEQUENCE], item[KV_HEAD] = n, head
-                    item[FIRST_ROW], item[END_ROW] = first, end
-                    item[FIRST_STRETCH], item[END_STRETCH] = stretch, stretch + step
-                    item[PARTIAL] = partial
-                    costs[num_items] = (end - first + 6) * min(seen, step * STRETCH)
-                    num_items += 1
-    room = MAX_ITEM_ROWS * (2 * shape.head_dim + 2) + MAX_ROWS * (STRETCH + shape.head_dim + 2)
-    return Plan(
-        items[:num_items][np.argsort(-costs[:num_items])],
-        merges[:num_merges],
-        np.empty((pieces if cut else 0, MAX_ITEM_ROWS, shape.head_dim + 2), np.float32),
-        np.empty((num_workers, room), np.float32),
-    )
 
 
 @njit(nogil=True, cache=True)
@@ -213,17 +136,16 @@ def cut_up(memory, head_dim):
 
 
 @njit(nogil=True, cache=True)
-def attend_tile(queries, rows, places, base, cache, table, head, shape, scores, scratch):
+def attend_tile(queries, places, base, cache, table, head, shape, scores, scratch):
     """Up to 6 rows over the keys of one stretch that they see, into `scratch.parts`.
 
-    Returns whether they see any. `places` says where the rows stand, see `row_place`.
+    Returns whether they see any. `places` says where each stands in its sequence.
     """
-    head_dim, kind = shape.head_dim, shape.kv_kind
-    first_place, group, offset = places
-    end = min(row_place(first_place, group, offset, rows - 1) + 1, base + STRETCH)
+    head_dim, kind, rows = shape.head_dim, shape.kv_kind, len(places)
+    end = min(places.max() + 1, base + STRETCH)
     start = base
     if scores.window > 0:
-        start = max(base, row_place(first_place, group, offset, 0) + 1 - scores.window)
+        start = max(base, places.min() + 1 - scores.window)
     if start >= end:
         return False
     first_key = start // PANEL * PANEL
@@ -236,12 +158,11 @@ def attend_tile(queries, rows, places, base, cache, table, head, shape, scores, 
             kind,
         )  # fmt: skip
     for i in range(rows):
-        place = row_place(first_place, group, offset, i)
         first_seen = 0
         if scores.window > 0:
-            first_seen = max(0, place + 1 - scores.window - first_key)
+            first_seen = max(0, places[i] + 1 - scores.window - first_key)
         softmax_row(
-            made + 4 * STRETCH * i, num_panels, first_seen, place + 1 - first_key, scores.scale,
+            made + 4 * STRETCH * i, num_panels, first_seen, places[i] + 1 - first_key, scores.scale,
             scores.softcap, scratch.parts[i].ctypes.data + 4 * head_dim,
         )  # fmt: skip
     values_at = shape.block_size * head_dim * shape.kv_bytes
@@ -261,40 +182,36 @@ def attend_tile(queries, rows, places, base, cache, table, head, shape, scores, 
 
 
 @njit(nogil=True, cache=True)
-def row_place(first_place, group, offset, row):
-    """A row's place in its sequence: the heads of a group stand at one."""
-    return first_place + (offset + row) // group
-
-
-@njit(nogil=True, cache=True)
 def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker):
     """One item: its rows of queries over its stretches of keys."""
-    n, head, first_row = item[SEQUENCE], item[KV_HEAD], item[FIRST_ROW]
-    num_rows = item[END_ROW] - first_row
-    head_dim = shape.head_dim
-    group = shape.num_heads // shape.num_kv_heads
-    begin = sequences.cu_query_lens[n]
-    before = sequences.seq_lens[n] - (sequences.cu_query_lens[n + 1] - begin)
-    table = sequences.block_tables[n]
-    scratch = cut_up(plan.scratch[worker], head_dim)
+    head, first_row = item[KV_HEAD], item[FIRST_ROW]
+    head_dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    scratch, places = cut_up(plan.scratch[worker], head_dim), plan.places[worker]
     totals = scratch.totals
     if item[PARTIAL] >= 0:
-        totals = plan.partials[item[PARTIAL]]
-    for i in range(num_rows):
-        row = first_row + i
-        token, h = begin + row // group, head * group + row % group
-        for d in range(head_dim):
-            scratch.queries[i, d] = query[token, h, d]
-        totals[i, head_dim + 1] = 0.0
+        totals = plan.partials[item[PARTIAL] :]
+    num_rows = 0
+    for member in range(item[FIRST_MEMBER], item[END_MEMBER]):
+        n = plan.order[member]
+        begin, end = sequences.cu_query_lens[n], sequences.cu_query_lens[n + 1]
+        for row in range(first_row, item[END_ROW]):
+            token, h = row // group, head * group + row % group
+            for d in range(head_dim):
+                scratch.queries[num_rows, d] = query[begin + token, h, d]
+            totals[num_rows, head_dim + 1] = 0.0
+            places[num_rows] = sequences.seq_lens[n] - (end - begin) + token
+            num_rows += 1
+    n = plan.order[item[FIRST_MEMBER]]  # the others have the same blocks there
+    table, begin = sequences.block_tables[n], sequences.cu_query_lens[n]
     for stretch in range(item[FIRST_STRETCH], item[END_STRETCH]):
         for low in range(0, num_rows, MAX_ROWS):
-            rows = min(MAX_ROWS, num_rows - low)
+            high = min(low + MAX_ROWS, num_rows)
             if attend_tile(
-                scratch.queries[low:].ctypes.data, rows, (before, group, first_row + low),
-                stretch * STRETCH, cache, table, head, shape, scores, scratch,
+                scratch.queries[low:].ctypes.data, places[low:high], stretch * STRETCH, cache,
+                table, head, shape, scores, scratch,
             ):  # fmt: skip
-                for i in range(rows):
-                    merge(totals[low + i], scratch.parts[i], head_dim)
+                for i in range(low, high):
+                    merge(totals[i], scratch.parts[i - low], head_dim)
     if item[PARTIAL] < 0:
         for i in range(num_rows):
             row = first_row + i
@@ -304,18 +221,17 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
 
 @njit(nogil=True, cache=True)
 def merge_pieces(entry, out, cu_query_lens, shape, sinks, plan, worker):
-    """Put the pieces of one item together, in order."""
-    n, head, first_row, first, count = entry[0], entry[1], entry[2], entry[3], entry[4]
+    """Put the pieces of one sequence's rows together, in order."""
     head_dim = shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
-    begin = cu_query_lens[n]
-    end_row = min(first_row + MAX_ITEM_ROWS, (cu_query_lens[n + 1] - begin) * group)
+    begin = cu_query_lens[entry[SEQUENCE]]
+    first_row, first, num_pieces = entry[MERGE_FIRST], entry[FIRST_PIECE], entry[NUM_PIECES]
     total = plan.scratch[worker, : head_dim + 2]
-    for row in range(first_row, end_row):
+    for row in range(first_row, entry[MERGE_END]):
         total[head_dim + 1] = 0.0
-        for piece in range(first, first + count):
-            merge(total, plan.partials[piece, row - first_row], head_dim)
-        h = head * group + row % group
+        for piece in plan.pieces[first : first + num_pieces]:
+            merge(total, plan.partials[piece + row - first_row], head_dim)
+        h = entry[MERGE_HEAD] * group + row % group
         finish_row(total, out[begin + row // group, h], head_dim, sinks, h)
 
 

@@ -8,7 +8,14 @@ import numpy as np
 from numba import cfunc, njit
 from numba.np.numpy_support import carray
 
-from engine.kernels.cpu.attention import MAX_ITEM_ROWS, AttentionShape, Plan, Sequences
+from engine.kernels.cpu.attention_plan import (
+    ITEM_SIZE,
+    MAX_ITEM_ROWS,
+    MERGE_SIZE,
+    AttentionShape,
+    Plan,
+    Sequences,
+)
 from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.matmul import GATED_ROWS
 from engine.kernels.cpu.stack import NUM_COLUMNS, Buffers, Ends, StackShape, Tokens, run_layers
@@ -19,13 +26,13 @@ from engine.kernels.cpu.workers import Crew, run_by_all
 (
     LAYERS, IDS, COS, SIN, SLOT_MAPPING, WANTED, BLOCK_TABLES, CU_QUERY_LENS, SEQ_LENS,
     RESIDUAL, HIDDEN, HEADS, ATTENDED, GATED, QUANTIZED, TILES,
-    ITEMS, MERGES, PARTIALS, SCRATCH, CURSORS, MEETING, LOGITS,
+    ORDER, ITEMS, MERGES, PIECES, PARTIALS, SCRATCH, PLACES, CURSORS, MEETING, LOGITS,
     EPS_AND_SCALE, EMBEDDING, NORM, LM_HEAD,
     NUM_WORKERS, NUM_LAYERS, NUM_TOKENS, NUM_WANTED, NUM_SEQUENCES, MAX_BLOCKS, NUM_ITEMS,
-    NUM_MERGES, NUM_PARTIALS, SCRATCH_SIZE, HIDDEN_SIZE, MODEL_HEAD_DIM, WEIGHT_KIND, ROTARY_HALF,
-    HIDDEN_WIDTH, GATED_WIDTH, QUANTIZED_WIDTH, VOCAB_WIDTH,
+    NUM_MERGES, NUM_PIECES, NUM_PARTIALS, SCRATCH_SIZE, HIDDEN_SIZE, MODEL_HEAD_DIM, WEIGHT_KIND,
+    ROTARY_HALF, HIDDEN_WIDTH, GATED_WIDTH, QUANTIZED_WIDTH, VOCAB_WIDTH,
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_KIND, KV_BYTES, TABLE_SIZE,
-) = range(52)  # fmt: skip
+) = range(56)  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -68,10 +75,13 @@ def buffers_of(t):
 @njit(nogil=True, cache=True)
 def plan_of(t):
     return Plan(
-        integers_2d(t[ITEMS], t[NUM_ITEMS], 7),
-        integers_2d(t[MERGES], t[NUM_MERGES], 5),
-        floats_3d(t[PARTIALS], t[NUM_PARTIALS], MAX_ITEM_ROWS, t[HEAD_DIM] + 2),
+        integers(t[ORDER], t[NUM_SEQUENCES]),
+        integers_2d(t[ITEMS], t[NUM_ITEMS], ITEM_SIZE),
+        integers_2d(t[MERGES], t[NUM_MERGES], MERGE_SIZE),
+        integers(t[PIECES], t[NUM_PIECES]),
+        floats(t[PARTIALS], t[NUM_PARTIALS], t[HEAD_DIM] + 2),
         floats(t[SCRATCH], t[NUM_WORKERS], t[SCRATCH_SIZE]),
+        integers_2d(t[PLACES], t[NUM_WORKERS], MAX_ITEM_ROWS),
     )
 
 

@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from engine.kernels.cpu import MAX_THREADS
-from engine.kernels.cpu.attention import (
-    AttentionShape,
-    Scores,
-    Sequences,
-    attend_all,
-    plan_attention,
-    store_token,
-)
+from engine.kernels.cpu.attention import Scores, attend_all, store_token
+from engine.kernels.cpu.attention_plan import AttentionShape, Sequences, plan_attention
 from engine.kernels.cpu.matmul import (
     GATED_ROWS,
     KINDS,
@@ -200,6 +194,13 @@ class Case:
                         self.shape,
                     )  # fmt: skip
 
+    def let_begin_alike(self, n, other, num_blocks):
+        """Have a sequence begin with another's blocks."""
+        self.tables[n, :num_blocks] = self.tables[other, :num_blocks]
+        count = num_blocks * self.shape.block_size
+        for own, given in zip(self.held[n], self.held[other], strict=True):
+            own[:count] = given[:count]
+
     def attend(self, rows=None, query_lens=None, workers=WORKERS, **scores):
         """Of some of the sequences, in a step of their own; their last query tokens."""
         rows = list(range(len(self.seq_lens))) if rows is None else rows
@@ -209,11 +210,12 @@ class Case:
         cu = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int64)
         lengths = np.array([self.seq_lens[n] for n in rows], np.int64)
         sinks = scores.get("sinks")
+        sequences = Sequences(self.tables[rows], cu, lengths)
         attend_all(
             query.numpy(),
             out.numpy(),
             self.cache.data_ptr(),
-            Sequences(self.tables[rows], cu, lengths),
+            sequences,
             self.shape,
             Scores(
                 scale=np.float32(0.2),
@@ -221,7 +223,7 @@ class Case:
                 softcap=np.float32(scores.get("softcap") or 0.0),
                 sinks=NO_SINKS if sinks is None else sinks.numpy(),
             ),
-            plan_attention(cu, lengths, self.shape, workers),
+            plan_attention(sequences, self.shape, workers),
         )
         parts = zip(query.double().split(query_lens), rows, strict=True)
         expected = torch.cat([self.expected(part, n, **scores) for part, n in parts])
@@ -284,6 +286,66 @@ def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores):
     ends = np.cumsum([1, 2, 3] * 8) - 1
     for end, n in zip(ends, [3, 0, 4] * 8, strict=True):
         assert torch.equal(together[end], last[n])
+
+
+def a_case_that_shares(draw):
+    """A tree of prefixes, more decodes at its root than one item holds, and some apart from it."""
+    lengths = [256, 1100, 1024, 1025, 700, 900, *draw.integers(512, 900, 18).tolist(), 600, 40]
+    queries = [1] * 20 + [3, 1, 1, 1, 1, 1]
+    case = Case(
+        queries, lengths, shape=(6, 2, 32, 16), dtype=torch.float32, seed=int(draw.integers(2**31))
+    )
+    for n in range(1, 24):
+        case.let_begin_alike(n, 0, 16)
+    for n in (2, 3):
+        case.let_begin_alike(n, 1, 64)  # four stretches
+    case.let_begin_alike(5, 4, 40)  # two stretches and a half
+    for n in range(6, 24):
+        case.let_begin_alike(n, 5, 31)  # not quite two
+    return case
+
+
+@pytest.mark.parametrize("scores", [{}, {"window": 300}, {"softcap": 3.0}], ids=str)
+def test_a_shared_prefix_is_read_once_and_changes_no_bit(draw, scores):
+    case = a_case_that_shares(draw)
+    found, expected = case.attend(**scores)
+    torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
+    ends = np.cumsum(case.query_lens)
+    for n, (end, count) in enumerate(zip(ends, case.query_lens, strict=True)):
+        alone, _ = case.attend([n], [count], workers=1, **scores)
+        assert torch.equal(alone, found[end - count : end])
+    shuffled = draw.permutation(len(ends)).tolist()
+    found, expected = case.attend(shuffled, [case.query_lens[n] for n in shuffled], **scores)
+    torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
+
+
+def test_the_plan_reads_each_shared_stretch_once(draw):
+    case = a_case_that_shares(draw)
+    cu = np.concatenate(([0], np.cumsum(case.query_lens))).astype(np.int64)
+    sequences = Sequences(case.tables, cu, np.array(case.seq_lens, np.int64))
+    plan = plan_attention(sequences, case.shape, WORKERS)
+    reads = {}  # of each stretch, by its blocks: the sequences of each item of the first head
+    for first, end, head, first_row, end_row, low, high, partial in plan.items:
+        members = plan.order[first:end]
+        assert (end - first) * (end_row - first_row) <= 48
+        assert len(members) == 1 or partial >= 0
+        for stretch in range(low, high):
+            [blocks] = {blocks_of(case, n, stretch) for n in members}
+            if head == 0:
+                reads.setdefault(blocks, []).append(sorted(members.tolist()))
+    # 23 decodes of 3 rows, 16 to an item, and the chunk by itself
+    assert sorted(map(len, reads[blocks_of(case, 0, 0)])) == [1, 7, 16]
+    for n, stretch, members in (
+        (1, 1, [1, 2, 3]),
+        (1, 3, [1, 2, 3]),
+        (4, 1, [4, 5]),
+        (24, 0, [24]),
+    ):
+        assert reads[blocks_of(case, n, stretch)] == [members]
+
+
+def blocks_of(case, n, stretch):
+    return tuple(case.tables[n, stretch * 16 : stretch * 16 + 16])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
