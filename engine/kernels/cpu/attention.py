@@ -36,6 +36,8 @@ from engine.kernels.cpu.tiles import MAX_ROWS, tile
 from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
+AHEAD = 2  # panels of keys or values: what takes as long as memory does to answer
+
 
 class Scores(NamedTuple):
     """What a layer does to its scores before the softmax."""
@@ -151,11 +153,15 @@ def attend_tile(queries, places, base, cache, table, head, shape, scores, scratc
     first_key = start // PANEL * PANEL
     num_panels = -(-(end - first_key) // PANEL)
     made = scratch.scores.ctypes.data
+    values_at = shape.block_size * head_dim * shape.kv_bytes
     for p in range(num_panels):
         keys = key_panel_at(cache, table, first_key + p * PANEL, head, shape)
+        ahead = key_panel_at(cache, table, ahead_of(first_key, p, num_panels), head, shape)
+        if p + AHEAD >= num_panels:
+            ahead += values_at
         tile(
-            queries, head_dim, keys, PANEL, made + 4 * PANEL * p, STRETCH, 0, 0, head_dim, rows,
-            kind,
+            queries, head_dim, keys, PANEL, made + 4 * PANEL * p, STRETCH, 0, 0, ahead,
+            PANEL * shape.kv_bytes, head_dim, rows, kind,
         )  # fmt: skip
     for i in range(rows):
         first_seen = 0
@@ -165,20 +171,29 @@ def attend_tile(queries, places, base, cache, table, head, shape, scores, scratc
             made + 4 * STRETCH * i, num_panels, first_seen, places[i] + 1 - first_key, scores.scale,
             scores.softcap, scratch.parts[i].ctypes.data + 4 * head_dim,
         )  # fmt: skip
-    values_at = shape.block_size * head_dim * shape.kv_bytes
     width = head_dim + 2
     for p in range(num_panels):
         key = first_key + p * PANEL
         values = key_panel_at(cache, table, key, head, shape) + values_at
+        ahead = values_at + key_panel_at(
+            cache, table, ahead_of(first_key, p, num_panels), head, shape
+        )
         # slots past the last key may hold anything: they are not touched
         count = min(PANEL, end - key)
         for d in range(0, head_dim, PANEL):
             part = scratch.parts.ctypes.data + 4 * d
             tile(
                 made + 4 * PANEL * p, STRETCH, values + d * shape.kv_bytes, head_dim, part, width,
-                part if p > 0 else 0, width, count, rows, kind,
+                part if p > 0 else 0, width, ahead + d * shape.kv_bytes, head_dim * shape.kv_bytes,
+                count, rows, kind,
             )  # fmt: skip
     return True
+
+
+@njit(nogil=True, cache=True)
+def ahead_of(first_key, panel, num_panels):
+    """The first key of the panel to fetch while this one is read: of the first, after the last."""
+    return first_key + (panel + AHEAD) % num_panels * PANEL
 
 
 @njit(nogil=True, cache=True)

@@ -65,6 +65,13 @@ def load_stored(build: Any, address: Any, kind: int, width: int | None) -> Any:
     return build.bitcast(build.shl(build.zext(loaded, of(I32)), sixteen), of(F32))
 
 
+def prefetch(build: Any, address: Any) -> None:
+    """Have the line at an address, which may be anywhere, brought into the cache."""
+    byte = ir.IntType(8).as_pointer()
+    function = declare(build, "llvm.prefetch.p0", ir.VoidType(), byte, I32, I32, I32)
+    build.call(function, [build.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+
+
 def splat(build: Any, x: Any) -> Any:
     kind = ir.VectorType(x.type, WIDTH)
     one = build.insert_element(ir.Constant(kind, ir.Undefined), x, I32(0))

@@ -102,18 +102,23 @@ def quantize_row(x, num_inputs, out):
 
 
 @njit(nogil=True, cache=True)
-def panel_product(x, ldx, num_rows, panel, y, ldy, start, lds, k, kind):
+def panel_product(x, ldx, num_rows, panel, following, y, ldy, start, lds, k, kind):
     """Y[:, 16] = X [rows, k] × panel + start; all but counts are addresses and strides in floats.
 
-    `start` may be Y itself, which is then added to, or a bias with lds 0, or absent: 0.
+    `start` may be Y itself, which is then added to, or a bias with lds 0, or absent: 0. Meanwhile
+    the panel at `following` is fetched, some of it in each tile.
     """
+    num_tiles = -(-num_rows // MAX_ROWS)
+    size, steps = panel_bytes(k, kind), -(-k // 2) if kind == INT8 else k
+    pace = -(-size // (num_tiles * steps))
     for row in range(0, num_rows, MAX_ROWS):
         rows = min(MAX_ROWS, num_rows - row)
         left, made, begin = x + 4 * row * ldx, y + 4 * row * ldy, start + 4 * row * lds
+        ahead = following + row // MAX_ROWS * steps * pace
         if kind == INT8:
-            tile_int8(left, ldx, panel, made, ldy, begin, lds, k + k % 2, rows)
+            tile_int8(left, ldx, panel, made, ldy, begin, lds, ahead, pace, k + k % 2, rows)
         else:
-            tile(left, ldx, panel, PANEL, made, ldy, begin, lds, k, rows, kind)
+            tile(left, ldx, panel, PANEL, made, ldy, begin, lds, ahead, pace, k, rows, kind)
 
 
 @njit(nogil=True, cache=True)
@@ -136,9 +141,11 @@ def multiply(x, weight, bias, y, added, num_rows, num_inputs, kind, crew):
                         y[t, i] += load_float(bias + 4 * i)
         elif bias != 0:
             start = bias + 4 * PANEL * p
+        panel = weight + p * size
         panel_product(
-            x.ctypes.data, ldx, num_rows, weight + p * size, made, ldy, start, lds, num_inputs, kind
-        )
+            x.ctypes.data, ldx, num_rows, panel, panel + size, made, ldy, start, lds, num_inputs,
+            kind,
+        )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -159,8 +166,13 @@ def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, crew
         for row in range(0, num_rows, GATED_ROWS):
             rows = min(GATED_ROWS, num_rows - row)
             at = x.ctypes.data + 4 * row * ldx
-            panel_product(at, ldx, rows, gate_panel, gate, PANEL, gate_bias, 0, num_inputs, kind)
-            panel_product(at, ldx, rows, up_panel, up, PANEL, up_bias, 0, num_inputs, kind)
+            following = gate_panel + size if row + rows == num_rows else gate_panel
+            panel_product(
+                at, ldx, rows, gate_panel, up_panel, gate, PANEL, gate_bias, 0, num_inputs, kind
+            )
+            panel_product(
+                at, ldx, rows, up_panel, following, up, PANEL, up_bias, 0, num_inputs, kind
+            )
             target = out.ctypes.data + 4 * (row * ldy + PANEL * p)
             for i in range(rows):
                 offset = 4 * PANEL * i

@@ -29,6 +29,7 @@ from engine.kernels.cpu.emit import (
     load,
     load_one,
     loop,
+    prefetch,
     row_address,
     splat,
     store,
@@ -50,12 +51,14 @@ def tile(
     ldc: Any,  # floats from one row of C to the next
     start: Any,  # address of what is added, float32 [rows, 16]: C itself, a bias; 0: nothing
     lds: Any,  # floats from one row of that to the next; 0: the same for all
+    ahead: Any,  # address of what will be read next: it is fetched meanwhile
+    pace: Any,  # bytes of that for each row of B
     k: Any,
     rows: Any,  # 1 to MAX_ROWS
     kind: Any,  # FLOAT32, FLOAT16 or BFLOAT16
 ) -> Any:
     """C = A × B + start, each sum in the order of k, by fused multiply-adds in float32."""
-    signature = types.void(*(types.int64,) * 11)
+    signature = types.void(*(types.int64,) * 13)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         *arguments, rows, kind = args
@@ -79,17 +82,18 @@ def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
     name = f"tokenmill_tile_{num_rows}_{stored}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
     function.linkage = "internal"
     build = ir.IRBuilder(function.append_basic_block())
-    a, lda, b, ldb, c, ldc, start, lds, k = function.args
+    a, lda, b, ldb, c, ldc, start, lds, ahead, pace, k = function.args
     rows_of_a = [row_address(build, a, lda, i) for i in range(num_rows)]
     halves = [(i, half) for i in range(num_rows) for half in range(2)]
     item = ITEM_BYTES[stored]
 
     def multiply(num_each: int, state: list[Any]) -> list[Any]:
-        offset_in_a, row_of_b, *sums = state
+        offset_in_a, row_of_b, ahead, *sums = state
         for _ in range(num_each):
+            prefetch(build, ahead)
             columns = [
                 load(build, build.add(row_of_b, I64(half * WIDTH * item)), stored)
                 for half in range(2)
@@ -101,14 +105,15 @@ def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
                     sums[n] = fma(build, number, columns[half], sums[n])
             offset_in_a = build.add(offset_in_a, I64(4))
             row_of_b = build.add(row_of_b, build.mul(ldb, I64(item)))
-        return [offset_in_a, row_of_b, *sums]
+            ahead = build.add(ahead, pace)
+        return [offset_in_a, row_of_b, ahead, *sums]
 
-    state = [I64(0), b, *_start(build, start, lds, halves)]
+    state = [I64(0), b, ahead, *_start(build, start, lds, halves)]
     unrolled = build.sdiv(k, I64(UNROLL))
     state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
     rest = build.srem(k, I64(UNROLL))
     state = loop(build, rest, state, lambda _index, x: multiply(1, x))
-    for (i, half), total in zip(halves, state[2:], strict=True):
+    for (i, half), total in zip(halves, state[3:], strict=True):
         store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
     build.ret_void()
     return function
@@ -135,11 +140,13 @@ def tile_int8(
     ldc: Any,  # floats from one row of C to the next
     start: Any,  # as of `tile`
     lds: Any,
+    ahead: Any,  # as of `tile`
+    pace: Any,  # bytes of that for each pair of B's rows
     k: Any,  # even
     rows: Any,  # 1 to MAX_ROWS
 ) -> Any:
     """C = A × B + start, of integers: exact until the sums, int32, are scaled."""
-    signature = types.void(*(types.int64,) * 9)
+    signature = types.void(*(types.int64,) * 11)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         *arguments, rows = args
@@ -161,17 +168,18 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
     name = f"tokenmill_tile_int8_{num_rows}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), name)
     function.linkage = "internal"
     build = ir.IRBuilder(function.append_basic_block())
-    a, lda, b, c, ldc, start, lds, k = function.args
+    a, lda, b, c, ldc, start, lds, ahead, pace, k = function.args
     rows_of_a = [row_address(build, a, lda, i) for i in range(num_rows)]
     halves = [(i, half) for i in range(num_rows) for half in range(2)]
     no_sum = ir.Constant(INTEGERS, [0] * WIDTH)
 
     def multiply(num_each: int, state: list[Any]) -> list[Any]:
-        offset_in_a, pairs_of_b, *sums = state
+        offset_in_a, pairs_of_b, ahead, *sums = state
         for _ in range(num_each):
+            prefetch(build, ahead)
             columns = [
                 _load_int8(build, build.add(pairs_of_b, I64(half * 2 * WIDTH))) for half in range(2)
             ]
@@ -186,10 +194,11 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
                     sums[n] = build.add(sums[n], product)
             offset_in_a = build.add(offset_in_a, I64(4))
             pairs_of_b = build.add(pairs_of_b, I64(2 * PANEL))
-        return [offset_in_a, pairs_of_b, *sums]
+            ahead = build.add(ahead, pace)
+        return [offset_in_a, pairs_of_b, ahead, *sums]
 
     num_pairs = build.sdiv(k, I64(2))
-    state = [I64(4), build.add(b, I64(4 * PANEL)), *[no_sum] * len(halves)]
+    state = [I64(4), build.add(b, I64(4 * PANEL)), ahead, *[no_sum] * len(halves)]
     unrolled = build.sdiv(num_pairs, I64(UNROLL))
     state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
     rest = build.srem(num_pairs, I64(UNROLL))
@@ -199,7 +208,7 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
     scales = [load(build, build.add(b, I64(32 * half)), FLOAT32) for half in range(2)]
     for n, (i, half) in enumerate(halves):
         scale = build.fmul(splat(build, load_one(build, rows_of_a[i])), scales[half])
-        total = fma(build, build.sitofp(state[2 + n], VECTOR), scale, before[n])
+        total = fma(build, build.sitofp(state[3 + n], VECTOR), scale, before[n])
         store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
     build.ret_void()
     return function
