@@ -36,7 +36,7 @@ from engine.kernels.cpu.tiles import MAX_ROWS, tile
 from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
-AHEAD = 2  # panels of keys or values: what takes as long as memory does to answer
+AHEAD = 4  # panels of keys or values: what takes as long as memory does to answer
 
 
 class Scores(NamedTuple):

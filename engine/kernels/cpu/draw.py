@@ -2,22 +2,44 @@
 
 The noise of a token is -log(-log u), u = (word + ½) / 2³². As -log u ≥ 1 - u, it is at most
 -log(1 - u): the leading zeros of 2³² - word bound it, and few tokens are left that could beat the
-best so far. Those get the exact noise, in float64.
+best so far. Those get the exact noise, in float64. Words and bounds are made for eight tokens at
+once.
 """
 
 import math
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, prange
+from numba.core import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.cpu.emit import (
+    F32,
+    FLOAT32,
+    I8,
+    I32,
+    I64,
+    INTEGERS,
+    LONGS,
+    VECTOR,
+    WIDTH,
+    branch,
+    fma,
+    load,
+    splat,
+)
 from engine.kernels.philox import KEY_STEPS, LOW, MULTIPLIERS, ROUNDS
 
 _M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
 _STEP0, _STEP1 = np.uint64(KEY_STEPS[0]), np.uint64(KEY_STEPS[1])
 _LOW, _HALF = np.uint64(LOW), np.uint64(32)
 _LN2 = math.log(2.0)
+ROUNDING = 1e-3  # more than sums of a score and a bound are rounded by
+LARGEST_NOISE = 33 * _LN2 + ROUNDING
 
 
 @njit(nogil=True, cache=True)
@@ -35,17 +57,74 @@ def first_word(c0, c1, c2, k0, k1):
     return c0
 
 
-@njit(nogil=True, cache=True)
-def bound_of_noise(word):
-    """No less than the noise of a word: ln 2 × (1 + leading zeros of 2³² - word, in 33 bits)."""
-    rest = np.uint64(0x100000000) - word
-    bits = 0
-    for shift in (16, 8, 4, 2, 1):
-        if rest >> np.uint64(bits + shift):
-            bits += shift
-    if rest >> np.uint64(32):
-        bits = 32
-    return _LN2 * (33 - bits)
+@intrinsic
+def promising(
+    context: Any,
+    logits: Any,  # address of eight float32
+    peak: Any,  # float32, the row's largest logit
+    temperature: Any,  # float32
+    best: Any,  # float32, the best score with noise so far
+    token: Any,  # uint64, the first of the eight; then a counter's other words and the key
+    position: Any,
+    sample_index: Any,
+    key_low: Any,
+    key_high: Any,
+) -> Any:
+    """A bit for each of eight tokens whose noise might lift it above the best."""
+    signature = types.int64(types.int64, *(types.float32,) * 3, *(types.uint64,) * 5)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        logits, peak, temperature, best, token, *rest = args
+        scores = build.fsub(load(build, logits, FLOAT32), splat(build, peak))
+        scores = build.fdiv(scores, splat(build, temperature))
+        wide_best = splat(build, best)
+
+        def above(bounds: Any) -> Any:
+            found = build.fcmp_ordered(">", build.fadd(scores, bounds), wide_best)
+            return build.zext(build.bitcast(found, I8), I64)
+
+        def with_noise() -> list[Any]:
+            words = _first_words(build, token, *rest)
+            return [above(_bounds_of_noise(build, words))]
+
+        some = above(splat(build, F32(LARGEST_NOISE)))
+        return branch(build, build.icmp_signed("!=", some, I64(0)), [some], with_noise)[0]
+
+    return signature, emit
+
+
+def _first_words(
+    build: Any, token: Any, position: Any, sample_index: Any, key_low: Any, key_high: Any
+) -> Any:
+    """`first_word` of eight tokens that follow each other, int32."""
+    half, low = splat(build, I64(32)), splat(build, I64(LOW))
+    c0 = build.add(splat(build, token), ir.Constant(LONGS, list(range(WIDTH))))
+    c1, c2, k0, k1 = (splat(build, x) for x in (position, sample_index, key_low, key_high))
+    c3 = splat(build, I64(0))
+    m0, m1 = (splat(build, I64(x)) for x in MULTIPLIERS)
+    step0, step1 = (splat(build, I64(x)) for x in KEY_STEPS)
+    for _ in range(ROUNDS):
+        product0, product1 = build.mul(c0, m0), build.mul(c2, m1)
+        c0 = build.xor(build.xor(build.lshr(product1, half), c1), k0)
+        c1 = build.and_(product1, low)
+        c2 = build.xor(build.xor(build.lshr(product0, half), c3), k1)
+        c3 = build.and_(product0, low)
+        k0 = build.and_(build.add(k0, step0), low)
+        k1 = build.and_(build.add(k1, step1), low)
+    return build.trunc(c0, INTEGERS)
+
+
+def _bounds_of_noise(build: Any, words: Any) -> Any:
+    """No less than the noise of each word: ln 2 × (1 + leading zeros of 2³² - word, in 33 bits).
+
+    Only its upper 23 bits are looked at, which a float32 holds: its exponent counts them.
+    """
+    rest = build.lshr(build.sub(ir.Constant(INTEGERS, [0] * WIDTH), words), splat(build, I32(9)))
+    bits = build.bitcast(build.sitofp(rest, VECTOR), INTEGERS)
+    exponents = build.sitofp(build.lshr(bits, splat(build, I32(23))), VECTOR)  # 127 too many
+    # a little more: bounds are added to scores in float32
+    most = F32((33 - 9 + 127) * _LN2 + ROUNDING)
+    return fma(build, exponents, splat(build, F32(-_LN2)), splat(build, most))
 
 
 @njit(nogil=True, cache=True)
@@ -55,16 +134,23 @@ def draw_row(logits, temperature, position, sample_index, key_low, key_high):
     for v in range(len(logits)):
         peak = max(peak, logits[v])
     best, chosen = -np.inf, 0
-    for v in range(len(logits)):
-        score = np.float64((logits[v] - peak) / temperature)
-        if score + 33 * _LN2 <= best:
-            continue
-        word = first_word(np.uint64(v), position, sample_index, key_low, key_high)
-        if score + bound_of_noise(word) <= best:
-            continue
-        noise = -math.log(-math.log((np.float64(word) + 0.5) * 2.0**-32))
-        if score + noise > best:
-            best, chosen = score + noise, v
+    for first in range(0, len(logits), WIDTH):
+        bits = (1 << min(WIDTH, len(logits) - first)) - 1
+        if bits == (1 << WIDTH) - 1:
+            bits = promising(
+                logits.ctypes.data + 4 * first, peak, temperature, np.float32(best),
+                np.uint64(first), position, sample_index, key_low, key_high,
+            )  # fmt: skip
+        v = first
+        while bits:
+            if bits & 1:
+                word = first_word(np.uint64(v), position, sample_index, key_low, key_high)
+                noise = -math.log(-math.log((np.float64(word) + 0.5) * 2.0**-32))
+                score = np.float64((logits[v] - peak) / temperature)
+                if score + noise > best:
+                    best, chosen = score + noise, v
+            bits >>= 1
+            v += 1
     return chosen
 
 

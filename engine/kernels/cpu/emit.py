@@ -16,9 +16,10 @@ PANEL = 16  # columns of a tile: two vectors
 FLOAT32, FLOAT16, BFLOAT16, INT8 = 0, 1, 2, 3
 ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2}
 
-I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, WIDTH)
 INTEGERS = ir.VectorType(I32, WIDTH)
+LONGS = ir.VectorType(I64, WIDTH)
 SHORTS = ir.VectorType(ir.IntType(16), 2 * WIDTH)
 
 

@@ -23,6 +23,8 @@ KINDS = {
     torch.int8: INT8,
 }
 
+LINES_AHEAD = 1024  # bytes from what a lone tile reads to what it fetches
+MAX_FETCHING = 16  # tiles that share the fetching of the next panel among them
 GATED_ROWS = 96  # of gate and up that are at hand together: a panel stays in the cache for them
 
 
@@ -106,11 +108,15 @@ def panel_product(x, ldx, num_rows, panel, following, y, ldy, start, lds, k, kin
     """Y[:, 16] = X [rows, k] × panel + start; all but counts are addresses and strides in floats.
 
     `start` may be Y itself, which is then added to, or a bias with lds 0, or absent: 0. Meanwhile
-    the panel at `following` is fetched, some of it in each tile.
+    the panel at `following` is fetched, some of it in each tile; by a lone tile its own panel.
     """
-    num_tiles = -(-num_rows // MAX_ROWS)
+    num_tiles = max(-(-num_rows // MAX_ROWS), 1)
     size, steps = panel_bytes(k, kind), -(-k // 2) if kind == INT8 else k
     pace = -(-size // (num_tiles * steps))
+    if num_tiles == 1:
+        following = panel + LINES_AHEAD
+    if num_tiles > MAX_FETCHING or (num_rows == 1 and kind == FLOAT32):
+        following, pace = panel, 0  # one panel in so many tiles is no matter; one row waits anyway
     for row in range(0, num_rows, MAX_ROWS):
         rows = min(MAX_ROWS, num_rows - row)
         left, made, begin = x + 4 * row * ldx, y + 4 * row * ldy, start + 4 * row * lds

@@ -62,7 +62,7 @@ def product(x, packed, out, dtype=torch.float32, *, bias=None, added=False, work
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 29])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 29, 16 * 6 + 1])
 def test_products_equal_float64(draw, dtype, num_rows):
     num_inputs, num_outputs = int(draw.integers(1, 90)), 16 * int(draw.integers(1, 5))
     weight = torch.randn(num_outputs, num_inputs).to(dtype)
