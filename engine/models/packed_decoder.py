@@ -130,6 +130,7 @@ class PackedDecoder:
             step.PARTIALS: plan.partials,
             step.SCRATCH: plan.scratch,
             step.PLACES: plan.places,
+            step.PANELS: plan.panels,
         }.items():
             table[column] = array.ctypes.data
         table[step.NUM_ITEMS], table[step.NUM_MERGES] = len(plan.items), len(plan.merges)

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit, prange
 
 from engine.kernels.cpu.attention_plan import (
+    AHEAD,
     END_MEMBER,
     END_ROW,
     END_STRETCH,
@@ -32,11 +33,9 @@ from engine.kernels.cpu.attention_plan import (
     STRETCH,
 )
 from engine.kernels.cpu.emit import PANEL
-from engine.kernels.cpu.tiles import MAX_ROWS, tile
+from engine.kernels.cpu.tiles import MAX_ROWS, tile, tile_over
 from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
-
-AHEAD = 4  # panels of keys or values: what takes as long as memory does to answer
 
 
 class Scores(NamedTuple):
@@ -138,10 +137,11 @@ def cut_up(memory, head_dim):
 
 
 @njit(nogil=True, cache=True)
-def attend_tile(queries, places, base, cache, table, head, shape, scores, scratch):
+def attend_tile(queries, places, base, panels, shape, scores, scratch):
     """Up to 6 rows over the keys of one stretch that they see, into `scratch.parts`.
 
-    Returns whether they see any. `places` says where each stands in its sequence.
+    Returns whether they see any. `places` says where each stands in its sequence, `panels` where
+    the stretch's keys lie.
     """
     head_dim, kind, rows = shape.head_dim, shape.kv_kind, len(places)
     end = min(places.max() + 1, base + STRETCH)
@@ -150,17 +150,16 @@ def attend_tile(queries, places, base, cache, table, head, shape, scores, scratc
         start = max(base, places.min() + 1 - scores.window)
     if start >= end:
         return False
-    first_key = start // PANEL * PANEL
-    num_panels = -(-(end - first_key) // PANEL)
+    low = (start - base) // PANEL
+    high = -(-(end - base) // PANEL)
+    first_key, num_panels = base + PANEL * low, high - low
     made = scratch.scores.ctypes.data
     values_at = shape.block_size * head_dim * shape.kv_bytes
-    for p in range(num_panels):
-        keys = key_panel_at(cache, table, first_key + p * PANEL, head, shape)
-        ahead = key_panel_at(cache, table, ahead_of(first_key, p, num_panels), head, shape)
-        if p + AHEAD >= num_panels:
-            ahead += values_at
+    for p in range(low, high):
+        # past the last keys come the first values
+        ahead = panels[p + AHEAD] if p + AHEAD < high else panels[low] + values_at
         tile(
-            queries, head_dim, keys, PANEL, made + 4 * PANEL * p, STRETCH, 0, 0, ahead,
+            queries, head_dim, panels[p], PANEL, made + 4 * PANEL * (p - low), STRETCH, 0, 0, ahead,
             PANEL * shape.kv_bytes, head_dim, rows, kind,
         )  # fmt: skip
     for i in range(rows):
@@ -171,29 +170,22 @@ def attend_tile(queries, places, base, cache, table, head, shape, scores, scratc
             made + 4 * STRETCH * i, num_panels, first_seen, places[i] + 1 - first_key, scores.scale,
             scores.softcap, scratch.parts[i].ctypes.data + 4 * head_dim,
         )  # fmt: skip
-    width = head_dim + 2
-    for p in range(num_panels):
-        key = first_key + p * PANEL
-        values = key_panel_at(cache, table, key, head, shape) + values_at
-        ahead = values_at + key_panel_at(
-            cache, table, ahead_of(first_key, p, num_panels), head, shape
-        )
+    for d in range(0, head_dim, PANEL):
         # slots past the last key may hold anything: they are not touched
-        count = min(PANEL, end - key)
-        for d in range(0, head_dim, PANEL):
-            part = scratch.parts.ctypes.data + 4 * d
-            tile(
-                made + 4 * PANEL * p, STRETCH, values + d * shape.kv_bytes, head_dim, part, width,
-                part if p > 0 else 0, width, ahead + d * shape.kv_bytes, head_dim * shape.kv_bytes,
-                count, rows, kind,
-            )  # fmt: skip
+        tile_over(
+            made, STRETCH, panels[low:].ctypes.data, values_at + d * shape.kv_bytes, head_dim,
+            scratch.parts.ctypes.data + 4 * d, head_dim + 2, AHEAD, end - first_key, rows, kind,
+        )  # fmt: skip
     return True
 
 
 @njit(nogil=True, cache=True)
-def ahead_of(first_key, panel, num_panels):
-    """The first key of the panel to fetch while this one is read: of the first, after the last."""
-    return first_key + (panel + AHEAD) % num_panels * PANEL
+def find_panels(panels, base, end, cache, block_table, head, shape):
+    """Addresses of a stretch's keys up to `end`; beyond it the last of them again."""
+    last = min(end, base + STRETCH) - 1
+    for p in range(len(panels)):
+        key = min(base + PANEL * p, last)
+        panels[p] = key_panel_at(cache, block_table, key, head, shape)
 
 
 @njit(nogil=True, cache=True)
@@ -202,6 +194,7 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
     head, first_row = item[KV_HEAD], item[FIRST_ROW]
     head_dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     scratch, places = cut_up(plan.scratch[worker], head_dim), plan.places[worker]
+    panels = plan.panels[worker]
     totals = scratch.totals
     if item[PARTIAL] >= 0:
         totals = plan.partials[item[PARTIAL] :]
@@ -219,11 +212,14 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
     n = plan.order[item[FIRST_MEMBER]]  # the others have the same blocks there
     table, begin = sequences.block_tables[n], sequences.cu_query_lens[n]
     for stretch in range(item[FIRST_STRETCH], item[END_STRETCH]):
+        find_panels(
+            panels, stretch * STRETCH, places[:num_rows].max() + 1, cache, table, head, shape
+        )
         for low in range(0, num_rows, MAX_ROWS):
             high = min(low + MAX_ROWS, num_rows)
             if attend_tile(
-                scratch.queries[low:].ctypes.data, places[low:high], stretch * STRETCH, cache,
-                table, head, shape, scores, scratch,
+                scratch.queries[low:].ctypes.data, places[low:high], stretch * STRETCH, panels,
+                shape, scores, scratch,
             ):  # fmt: skip
                 for i in range(low, high):
                     merge(totals[i], scratch.parts[i - low], head_dim)

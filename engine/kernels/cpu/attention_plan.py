@@ -13,9 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.tiles import MAX_ROWS
 
 STRETCH = 256  # keys under one softmax
+AHEAD = 4  # panels of keys or values from the one read to the one fetched: as slow as memory is
+NUM_PANELS = STRETCH // PANEL + AHEAD
 MAX_ITEM_ROWS = 48  # query rows that share one read of keys and values
 ITEMS_PER_WORKER = 8  # with fewer items than this, each is cut into its stretches
 
@@ -57,6 +60,7 @@ class Plan(NamedTuple):
     partials: np.ndarray  # [num_rows, D + 2] float32: what an item without all stretches made
     scratch: np.ndarray  # [num_workers, …] float32
     places: np.ndarray  # [num_workers, MAX_ITEM_ROWS] int64: where an item's rows stand
+    panels: np.ndarray  # [num_workers, NUM_PANELS] int64: addresses of a stretch's keys
 
 
 class Draft(NamedTuple):
@@ -115,6 +119,7 @@ def plan_attention(sequences, shape, num_workers):
         np.empty((draft.sizes[ROWS], width), np.float32),
         np.empty((num_workers, room), np.float32),
         np.empty((num_workers, MAX_ITEM_ROWS), np.int64),
+        np.empty((num_workers, NUM_PANELS), np.int64),
     )
 
 

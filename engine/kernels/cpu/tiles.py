@@ -58,7 +58,117 @@ def tile(
     kind: Any,  # FLOAT32, FLOAT16 or BFLOAT16
 ) -> Any:
     """C = A × B + start, each sum in the order of k, by fused multiply-adds in float32."""
-    signature = types.void(*(types.int64,) * 13)
+    return _by_rows_and_kind(13, _tile_function)
+
+
+def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
+    name = f"tokenmill_tile_{num_rows}_{stored}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
+    function.linkage = "internal"
+    build = ir.IRBuilder(function.append_basic_block())
+    a, lda, b, ldb, c, ldc, start, lds, ahead, pace, k = function.args
+    left = [row_address(build, a, lda, i) for i in range(num_rows)]
+    step = build.mul(ldb, I64(ITEM_BYTES[stored]))
+    halves = [(i, half) for i in range(num_rows) for half in range(2)]
+    state = [I64(0), b, ahead, *_start(build, start, lds, halves)]
+    sums = _sum_up(build, left, step, pace, k, state, stored)[3:]
+    _store_sums(build, sums, c, ldc, halves)
+    build.ret_void()
+    return function
+
+
+def _sum_up(
+    build: Any, left: list[Any], step: Any, pace: Any, k: Any, state: list[Any], stored: int
+) -> list[Any]:
+    """Go through k rows of B, `step` bytes from one to the next.
+
+    The state: bytes into the rows of A, addresses in B and of what is fetched, the sums.
+    """
+
+    def multiply(num_each: int, state: list[Any]) -> list[Any]:
+        offset_in_a, row_of_b, ahead, *sums = state
+        for _ in range(num_each):
+            prefetch(build, ahead)
+            columns = [
+                load(build, build.add(row_of_b, I64(half * WIDTH * ITEM_BYTES[stored])), stored)
+                for half in range(2)
+            ]
+            for i, row_of_a in enumerate(left):
+                number = splat(build, load_one(build, build.add(row_of_a, offset_in_a)))
+                for half in range(2):
+                    n = 2 * i + half
+                    sums[n] = fma(build, number, columns[half], sums[n])
+            offset_in_a = build.add(offset_in_a, I64(4))
+            row_of_b, ahead = build.add(row_of_b, step), build.add(ahead, pace)
+        return [offset_in_a, row_of_b, ahead, *sums]
+
+    unrolled = build.sdiv(k, I64(UNROLL))
+    state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
+    return loop(build, build.srem(k, I64(UNROLL)), state, lambda _index, x: multiply(1, x))
+
+
+def _store_sums(
+    build: Any, sums: list[Any], c: Any, ldc: Any, halves: list[tuple[int, int]]
+) -> None:
+    for (i, half), total in zip(halves, sums, strict=True):
+        store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
+
+
+@intrinsic
+def tile_over(
+    context: Any,
+    a: Any,  # address of A, float32 [rows, k]
+    lda: Any,  # floats from one row of A to the next
+    panels: Any,  # address of int64: where each 16 rows of B lie, and what to fetch beyond the last
+    offset: Any,  # bytes from there to the columns that are wanted
+    ldb: Any,  # numbers from one row of B to the next
+    c: Any,  # address of C, float32 [rows, 16], changed
+    ldc: Any,  # floats from one row of C to the next
+    ahead: Any,  # panels from the one that is read to the one that is fetched
+    k: Any,
+    rows: Any,  # 1 to MAX_ROWS
+    kind: Any,  # FLOAT32, FLOAT16 or BFLOAT16
+) -> Any:
+    """C = A × B as `tile` computes it, of a B that lies in pieces."""
+    return _by_rows_and_kind(11, _tile_over_function)
+
+
+def _tile_over_function(module: Any, num_rows: int, stored: int) -> Any:
+    name = f"tokenmill_tile_over_{num_rows}_{stored}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    function.linkage = "internal"
+    build = ir.IRBuilder(function.append_basic_block())
+    a, lda, panels, offset, ldb, c, ldc, ahead, k = function.args
+    left = [row_address(build, a, lda, i) for i in range(num_rows)]
+    step = build.mul(ldb, I64(ITEM_BYTES[stored]))
+    halves = [(i, half) for i in range(num_rows) for half in range(2)]
+
+    def panel_at(index: Any) -> Any:
+        address = build.add(panels, build.mul(index, I64(8)))
+        return build.add(build.load(build.inttoptr(address, I64.as_pointer())), offset)
+
+    def one_panel(index: Any, count: Any, state: list[Any]) -> list[Any]:
+        offset_in_a, *sums = state
+        begin = [offset_in_a, panel_at(index), panel_at(build.add(index, ahead)), *sums]
+        offset_in_a, _, _, *sums = _sum_up(build, left, step, step, count, begin, stored)
+        return [offset_in_a, *sums]
+
+    whole = build.sdiv(k, I64(PANEL))
+    state = [I64(0), *[zeros()] * len(halves)]
+    state = loop(build, whole, state, lambda index, x: one_panel(index, I64(PANEL), x))
+    state = one_panel(whole, build.srem(k, I64(PANEL)), state)
+    _store_sums(build, state[1:], c, ldc, halves)
+    build.ret_void()
+    return function
+
+
+def _by_rows_and_kind(num_arguments: int, function_of: Any) -> tuple[Any, Any]:
+    """A signature of so many int64, the last two rows and kind, and the call of their function."""
+    signature = types.void(*(types.int64,) * num_arguments)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         *arguments, rows, kind = args
@@ -70,53 +180,12 @@ def tile(
                 block = build.append_basic_block()
                 switch.add_case(I64(stored * (MAX_ROWS + 1) + num_rows), block)
                 build.position_at_end(block)
-                build.call(_tile_function(build.module, num_rows, stored), arguments)
+                build.call(function_of(build.module, num_rows, stored), arguments)
                 build.branch(after)
         build.position_at_end(after)
         return _context.get_dummy_value()
 
     return signature, emit
-
-
-def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
-    name = f"tokenmill_tile_{num_rows}_{stored}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
-    function.linkage = "internal"
-    build = ir.IRBuilder(function.append_basic_block())
-    a, lda, b, ldb, c, ldc, start, lds, ahead, pace, k = function.args
-    rows_of_a = [row_address(build, a, lda, i) for i in range(num_rows)]
-    halves = [(i, half) for i in range(num_rows) for half in range(2)]
-    item = ITEM_BYTES[stored]
-
-    def multiply(num_each: int, state: list[Any]) -> list[Any]:
-        offset_in_a, row_of_b, ahead, *sums = state
-        for _ in range(num_each):
-            prefetch(build, ahead)
-            columns = [
-                load(build, build.add(row_of_b, I64(half * WIDTH * item)), stored)
-                for half in range(2)
-            ]
-            for i in range(num_rows):
-                number = splat(build, load_one(build, build.add(rows_of_a[i], offset_in_a)))
-                for half in range(2):
-                    n = 2 * i + half
-                    sums[n] = fma(build, number, columns[half], sums[n])
-            offset_in_a = build.add(offset_in_a, I64(4))
-            row_of_b = build.add(row_of_b, build.mul(ldb, I64(item)))
-            ahead = build.add(ahead, pace)
-        return [offset_in_a, row_of_b, ahead, *sums]
-
-    state = [I64(0), b, ahead, *_start(build, start, lds, halves)]
-    unrolled = build.sdiv(k, I64(UNROLL))
-    state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
-    rest = build.srem(k, I64(UNROLL))
-    state = loop(build, rest, state, lambda _index, x: multiply(1, x))
-    for (i, half), total in zip(halves, state[3:], strict=True):
-        store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
-    build.ret_void()
-    return function
 
 
 def _start(build: Any, start: Any, lds: Any, halves: list[tuple[int, int]]) -> list[Any]:
