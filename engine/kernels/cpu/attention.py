@@ -37,6 +37,8 @@ from engine.kernels.cpu.tiles import MAX_ROWS, tile, tile_over
 from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
+FEW_ROWS = 3  # so few wait for memory: values are read whole, block by block, as they lie
+
 
 class Scores(NamedTuple):
     """What a layer does to its scores before the softmax."""
@@ -170,13 +172,31 @@ def attend_tile(queries, places, base, panels, shape, scores, scratch):
             made + 4 * STRETCH * i, num_panels, first_seen, places[i] + 1 - first_key, scores.scale,
             scores.softcap, scratch.parts[i].ctypes.data + 4 * head_dim,
         )  # fmt: skip
-    for d in range(0, head_dim, PANEL):
-        # slots past the last key may hold anything: they are not touched
-        tile_over(
-            made, STRETCH, panels[low:].ctypes.data, values_at + d * shape.kv_bytes, head_dim,
-            scratch.parts.ctypes.data + 4 * d, head_dim + 2, AHEAD, end - first_key, rows, kind,
-        )  # fmt: skip
+    # slots past the last key may hold anything: they are not touched
+    weigh_values(made, panels[low:], values_at, end - first_key, rows, shape, scratch)
     return True
+
+
+@njit(nogil=True, cache=True)
+def weigh_values(weights, panels, values_at, num_keys, rows, shape, scratch):
+    """Weights [rows, keys] × values into `scratch.parts`, in the order of the keys."""
+    head_dim, kind, width = shape.head_dim, shape.kv_kind, shape.head_dim + 2
+    if rows > FEW_ROWS:
+        for d in range(0, head_dim, PANEL):
+            tile_over(
+                weights, STRETCH, panels.ctypes.data, values_at + d * shape.kv_bytes, head_dim,
+                scratch.parts.ctypes.data + 4 * d, width, AHEAD, num_keys, rows, kind,
+            )  # fmt: skip
+        return
+    for p in range(-(-num_keys // PANEL)):
+        count = min(PANEL, num_keys - PANEL * p)
+        for d in range(0, head_dim, PANEL):
+            part, at = scratch.parts.ctypes.data + 4 * d, values_at + d * shape.kv_bytes
+            tile(
+                weights + 4 * PANEL * p, STRETCH, panels[p] + at, head_dim, part, width,
+                part if p > 0 else 0, width, panels[p + AHEAD] + at, head_dim * shape.kv_bytes,
+                count, rows, kind,
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
