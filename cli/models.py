@@ -22,7 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from cli.catalogue import CATALOGUE, CatalogueEntry, is_complete, models_folder
 
@@ -187,14 +192,34 @@ def _from_hub(hub_id: str, checkpoint: Path, report: Report) -> dict[str, str]:
         snapshot_download(
             hub_id, revision=revision, local_dir=checkpoint, allow_patterns=list(CHECKPOINT_FILES)
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FetchError(f"the hub did not give {hub_id}: {error}") from error
+    except Exception as error:
+        if _is_of_this_machine(error):
+            raise
+        # whatever else: what the hub's client lets through differs between its versions
+        raise FetchError(f"the hub did not give {hub_id}: {_hub_reason(error)}") from error
     shutil.rmtree(checkpoint / ".cache", ignore_errors=True)
     for sibling in info.siblings or ():
         file = checkpoint / sibling.rfilename
         if sibling.lfs is not None and file.is_file():
             _expect_sha256(file, sibling.lfs.sha256)
     return {"hub_id": hub_id, "revision": revision}
+
+
+def _is_of_this_machine(error: Exception) -> bool:
+    """Whether it is about a file or a disk here: the hub's own are OSErrors, too."""
+    is_hubs = isinstance(error, HfHubHTTPError | LocalEntryNotFoundError)
+    return isinstance(error, OSError) and error.errno is not None and not is_hubs
+
+
+def _hub_reason(error: Exception) -> str:
+    """In one line."""
+    if isinstance(error, GatedRepoError):
+        return "its owner asks for consent: give it on the model's page, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private and HF_TOKEN does not open it"
+    while not isinstance(error, HfHubHTTPError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _copy_checkpoint(folder: Path, checkpoint: Path) -> None:

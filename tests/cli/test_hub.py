@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cli.addresses import free_port
 from tests.conftest import REPOSITORY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -24,6 +26,8 @@ class Hub(ThreadingHTTPServer):
         self.files["pytorch_model.bin"] = b"a pickle"
         self.stated_sha256 = hashlib.sha256(self.files["model.safetensors"]).hexdigest()
         self.sent = []
+        self.refusal = None  # of everything: a status and its X-Error-Code
+        self.cut = False  # each file breaks off
 
     @property
     def url(self):
@@ -57,7 +61,13 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def answer(self, with_body):
         path = self.path.partition("?")[0]
-        if path.startswith(f"/api/models/someone/Tiny/tree/{COMMIT}"):
+        if self.server.refusal is not None:
+            status, code = self.server.refusal
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif path.startswith(f"/api/models/someone/Tiny/tree/{COMMIT}"):
             self.send(json.dumps(list(self.server.tree())).encode(), with_body)
         elif path.startswith("/api/models/someone/Tiny"):
             info = {"id": "someone/Tiny", "sha": COMMIT, "siblings": list(self.server.siblings())}
@@ -66,18 +76,19 @@ class HubHandler(BaseHTTPRequestHandler):
             name = path.rpartition("/")[2]
             if with_body:
                 self.server.sent.append(name)
-            self.send(self.server.files[name], with_body)
+            self.send(self.server.files[name], with_body, cut=self.server.cut)
         else:
             self.send_error(404)
 
-    def send(self, content, with_body):
+    def send(self, content, with_body, cut=False):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if with_body:
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+            self.close_connection = True
 
     def log_message(self, *args):
         """Nothing: the log is the test's output."""
@@ -93,9 +104,13 @@ def hub(tiny_llama_dir):
         thread.join()
 
 
-def fetch(hub, data_dir, source):
+def fetch(hub, data_dir, source, **options):
+    return fetch_from(hub.url, data_dir, source, **options)
+
+
+def fetch_from(url, data_dir, source, **options):
     # in a process of its own: huggingface_hub reads HF_ENDPOINT when it is imported
-    environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(data_dir / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    environ = {"HF_ENDPOINT": url, "HF_HOME": str(data_dir / "hf"), "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
         [sys.executable, "-m", "cli.main", "models", "fetch", source, "--data-dir", str(data_dir)],
         cwd=REPOSITORY,
@@ -103,6 +118,7 @@ def fetch(hub, data_dir, source):
         capture_output=True,
         text=True,
         timeout=120,
+        **options,
     )
 
 
@@ -128,7 +144,57 @@ def test_a_file_that_is_not_what_the_hub_says_is_refused(hub, tmp_path):
     assert not (tmp_path / "models" / "tiny").exists()
 
 
+def said_in_one_line(done, tmp_path, *words):
+    """Exit status 1, no trace of Python's, the reason at the end, and nothing left half-done."""
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert all(word in last for word in words), done.stderr
+    assert list((tmp_path / "models").glob("[!.]*")) == []
+
+
 def test_an_id_the_hub_does_not_know_is_named(hub, tmp_path):
     done = fetch(hub, tmp_path, "someone/else")
-    assert done.returncode == 1
-    assert "the hub did not give someone/else" in done.stderr
+    said_in_one_line(done, tmp_path, "the hub did not give someone/else")
+
+
+def test_a_machine_without_a_network_is_told_in_one_line(tmp_path):
+    done = fetch_from(f"http://127.0.0.1:{free_port()}", tmp_path, "Qwen/Qwen3-0.6B")
+    said_in_one_line(done, tmp_path, "the hub did not give Qwen/Qwen3-0.6B", "refused")
+    assert done.stderr.count("\n") <= 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        ((404, "RepoNotFound"), "there is no such model, or it is private"),
+        ((403, "GatedRepo"), "its owner asks for consent"),
+        ((401, ""), "401"),
+        ((418, ""), "418"),
+    ],
+)
+def test_what_the_hub_refuses_is_named_with_its_reason(hub, tmp_path, refusal, reason):
+    hub.refusal = refusal
+    done = fetch(hub, tmp_path, "someone/Tiny")
+    said_in_one_line(done, tmp_path, "the hub did not give someone/Tiny", reason)
+
+
+def test_a_download_that_breaks_off_is_named(hub, tmp_path):
+    hub.cut = True
+    done = fetch(hub, tmp_path, "someone/Tiny")
+    said_in_one_line(done, tmp_path, "the hub did not give someone/Tiny")
+
+
+def test_an_id_that_the_hub_cannot_have_is_named(hub, tmp_path):
+    done = fetch(hub, tmp_path, "someone/a--b")
+    said_in_one_line(done, tmp_path, "someone/a--b")
+
+
+def test_a_full_disk_is_not_laid_to_the_hub(hub, tmp_path):
+    def limit():  # as a full disk: to write more is an error
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    assert len(hub.files["model.safetensors"]) > 100_000
+    done = fetch(hub, tmp_path, "someone/Tiny", preexec_fn=limit)
+    said_in_one_line(done, tmp_path, "someone/Tiny cannot be put into", "File too large")
