@@ -29,7 +29,8 @@ def api(host: str | None, port: int | None) -> None:
 @click.option(
     "--concurrency", type=int, help="Most sequences in one step (TOKENMILL_MAX_NUM_SEQS)."
 )
-def worker(model: str | None, concurrency: int | None) -> None:
+@click.option("--progress-fd", type=int, hidden=True, help="Descriptor that hears of the start.")
+def worker(model: str | None, concurrency: int | None, progress_fd: int | None) -> None:
     """Run a worker until SIGTERM: it takes jobs for one model and runs them in one engine."""
     settings = settings_of(environment(max_num_seqs=concurrency))
     names = [entry.name for entry in settings.models]
@@ -37,8 +38,10 @@ def worker(model: str | None, concurrency: int | None) -> None:
         got = f"; got {model}" if model else ""
         raise click.UsageError(f"--model must be one of: {', '.join(names)}{got}")
     from worker.main import run_worker
+    from worker.progress import Progress
 
-    sys.exit(run_worker(settings, settings.model(model or names[0])))
+    progress = Progress(progress_fd)
+    sys.exit(run_worker(settings, settings.model(model or names[0]), progress=progress))
 
 
 @click.command()

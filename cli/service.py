@@ -27,6 +27,7 @@ from cli import env_file, tether
 from cli.addresses import free_port, port_holder, service_url
 from cli.catalogue import CATALOGUE, is_complete
 from cli.servers import FolderInUse, Server, ServerError, Valkey, lock_folder
+from cli.start import StartLog, WorkerChild
 from cli.supervisor import STOP_MARGIN_S, Child, Embedded, Loop, Part, Supervisor
 from cli.wheel_binaries import BinaryMissing
 from jobs import store
@@ -35,7 +36,7 @@ from jobs.redis_client import connect
 from jobs.settings import Settings, variable
 from worker.sweeper import run as run_sweeper
 
-READY_TIMEOUT_S = 300.0  # a cold disk and a large checkpoint
+READY_TIMEOUT_S = 900.0  # a cold disk, a large checkpoint, kernels to compile on a busy machine
 API_GRACE_S = 15.0
 
 Report = Callable[[str], None]
@@ -69,6 +70,7 @@ class Service:
         self._report = report
         self._valkey: Server | None = None
         self._supervisor: Supervisor | None = None
+        self._workers: dict[str, WorkerChild] = {}  # by model
         self._folder_fd: int | None = None  # holds the lock on the data folder
         data_dir = Path(Settings.from_env(environ).data_dir).resolve()
         self._set("data_dir", data_dir)
@@ -193,8 +195,17 @@ class Service:
         self.settings = Settings.from_env(self._environ)
         parts.append(Loop("sweeper", lambda stop: run_sweeper(self.settings, stop)))
         for entry in self.settings.models:
-            parts.append(self._child("worker", "--model", entry.name, label=f"worker-{entry.name}"))
-        parts.append(self._child("api"))
+            self._workers[entry.name] = WorkerChild(
+                f"worker-{entry.name}",
+                ("worker", "--model", entry.name),
+                self._environ,
+                grace_s=self.settings.drain_grace_s + STOP_MARGIN_S,
+                log_folder=self._log_folder,
+            )
+        parts += self._workers.values()
+        parts.append(
+            Child("api", ("api",), self._environ, grace_s=API_GRACE_S, log_folder=self._log_folder)
+        )
         self._report("starting the API and the workers")
         self._supervisor = Supervisor(parts)
         self._supervisor.start()
@@ -210,18 +221,6 @@ class Service:
                 f"the Redis of REDIS_URL does not answer: {error}; without REDIS_URL one is "
                 "brought along"
             ) from error
-
-    def _child(self, *arguments: str, label: str | None = None) -> Child:
-        grace_s = API_GRACE_S
-        if arguments[0] == "worker":
-            grace_s = self.settings.drain_grace_s + STOP_MARGIN_S
-        return Child(
-            label or arguments[0],
-            arguments,
-            self._environ,
-            grace_s=grace_s,
-            log_folder=self._log_folder,
-        )
 
     def _ready_database(self) -> None:
         url = self.settings.database_url
@@ -245,12 +244,16 @@ class Service:
 
     def _wait_until_ready(self) -> None:
         assert self._supervisor is not None
-        self._report("waiting for the model to load")
-        wanted = {entry.name for entry in self.settings.models}
+        progress = StartLog(self._report)
         database = Database(self.settings.database_url)
         deadline = time.monotonic() + READY_TIMEOUT_S
         try:
-            while not (self._api_is_ready() and self._models_with_workers(database) >= wanted):
+            while True:
+                served = self._models_with_workers(database)
+                waited_for = [each for name, each in self._workers.items() if name not in served]
+                progress.show({each.name: each.phase for each in waited_for})
+                if not waited_for and self._api_is_ready():
+                    return
                 ended = self._supervisor.watch()
                 if ended:
                     raise StartError("; ".join(ended).partition("; starting")[0])

@@ -70,21 +70,30 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
+        self._spawn()
+
+    def _spawn(self, *arguments: str, keep_open: Sequence[int] = ()) -> None:
         # -P: a folder called jobs or api in the working directory is not ours
-        command = [sys.executable, "-P", "-m", "cli.main", *self._arguments]
+        command = [sys.executable, "-P", "-m", "cli.main", *self._arguments, *arguments]
         if self._log_file is None:
-            self._process = tether.spawn(command, env=self._env)
+            self._process = tether.spawn(command, env=self._env, keep_open=keep_open)
             return
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as log:
-            self._process = tether.spawn(command, env=self._env, output=log)
+            self._process = tether.spawn(command, env=self._env, output=log, keep_open=keep_open)
 
     def ended(self) -> str | None:
         if self._process is None or self._process.poll() is None:
             return None
         status = self._process.returncode
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        return f"ended {how}" + (f", see {self._log_file}" if self._log_file else "")
+        return (self._reason() or f"ended {how}") + (
+            f", see {self._log_file}" if self._log_file else ""
+        )
+
+    def _reason(self) -> str | None:
+        """Why it ended, where it is known."""
+        return None
 
     def ask_to_stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -69,9 +69,11 @@ class LLMEngine:
         clock: abc.Callable[[], float] = time.monotonic,
         tokenizer: Tokenizer | None = None,
         runner: Runner | None = None,
+        on_compile: abc.Callable[[], None] = lambda: None,
     ) -> None:
         """Load the model, or share a tokenizer and a runner that are loaded already.
 
+        `on_compile` is called if CPU kernels are not on disk yet, before they are compiled.
         Raises CheckpointError, TokenizerError or ValueError when the model cannot be set up.
         """
         self.config = config
@@ -79,7 +81,9 @@ class LLMEngine:
             tokenizer = Tokenizer.load(resolve_folder(config.model))
         self.tokenizer = tokenizer
         if runner is None:
-            runner = ModelRunner(config, eos_token_ids=tokenizer.eos_token_ids)
+            runner = ModelRunner(
+                config, eos_token_ids=tokenizer.eos_token_ids, on_compile=on_compile
+            )
         self._runner: Runner = runner
         self.max_model_len = self._runner.max_model_len
         self.vocab_size = self._runner.vocab_size

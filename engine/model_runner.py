@@ -21,7 +21,12 @@ from engine.layers.attention import AttentionMetadata
 from engine.logits_processors import TokenHistory
 from engine.logprobs import token_logprobs
 from engine.models.model import Model, load_model
-from engine.models.packing import compiled_draw, compute_dtype, packing_of
+from engine.models.packing import (
+    compiled_draw,
+    compute_dtype,
+    packing_of,
+    telling_of_compilation,
+)
 from engine.outputs import TokenLogprobs
 from engine.sampler import (
     NothingAllowedError,
@@ -72,6 +77,7 @@ class ModelRunner:
         config: EngineConfig,
         *,
         eos_token_ids: frozenset[int] = frozenset(),  # the tokenizer's, beside the checkpoint's
+        on_compile: abc.Callable[[], None] = lambda: None,  # before kernels are compiled, if any
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -80,15 +86,16 @@ class ModelRunner:
         with Checkpoint(resolve_folder(config.model)) as checkpoint:
             dtype = compute_dtype(config.dtype, self.device, checkpoint)
             packing = packing_of(config, self.device, checkpoint)
-            self._model = load_model(
-                checkpoint,
-                dtype=dtype,
-                device=self.device,
-                kernels=self._kernels,
-                packing=packing,
-            )
+            with telling_of_compilation(packing, on_compile):
+                self._model = load_model(
+                    checkpoint,
+                    dtype=dtype,
+                    device=self.device,
+                    kernels=self._kernels,
+                    packing=packing,
+                )
+                self._gumbel_argmax = compiled_draw(packing)
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
-            self._gumbel_argmax = compiled_draw(packing)
             # a cache filled in another type, or by other kernels, holds other numbers
             self.model_id = checkpoint.fingerprint + f"{dtype} {packing}".encode()
         self.vocab_size = self._model.vocab_size

@@ -6,13 +6,16 @@ from kombu import Queue
 from jobs.celery_app import DEFAULT_QUEUE, make_app, queue_for
 from jobs.settings import ModelEntry, Settings
 from worker.pool import pool_for
+from worker.progress import Progress
 
 
-def make_worker_app(settings: Settings, model: ModelEntry) -> Celery:
+def make_worker_app(
+    settings: Settings, model: ModelEntry, progress: Progress | None = None
+) -> Celery:
     """The deployment's application, with our pool and the queues of one model."""
     app = make_app(settings)
     app.conf.update(
-        worker_pool=pool_for(settings, model),
+        worker_pool=pool_for(settings, model, progress or Progress()),
         broker_transport="worker.transport:Transport",
         # only a ceiling: the pool says how many it can take; `celery worker -c` may lower it
         worker_concurrency=2 * settings.max_num_seqs,

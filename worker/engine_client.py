@@ -24,11 +24,25 @@ from multiprocessing.connection import Connection
 
 from engine.config import EngineConfig
 from worker.guard import start_thread
-from worker.messages import Command, Ready, Start, StartFailed, Stepped, Stop, decode_report, encode
+from worker.messages import (
+    Command,
+    Loading,
+    Ready,
+    Start,
+    StartFailed,
+    Stepped,
+    Stop,
+    decode_report,
+    encode,
+)
 
 STOP_GRACE_S = 2.0  # for the process to end by itself after a Stop
 RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # from the first death in a row on
 STEADY_AFTER_S = 60.0  # an engine that lived this long was no failed start
+PHASES = {
+    "weights": "loading weights",
+    "kernels": "compiling kernels for this CPU, once: about a minute",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +62,7 @@ class EngineEvents:
     on_ready: Callable[[Ready], None]
     on_stepped: Callable[[Stepped], None]
     on_died: Callable[[str], None]  # all it held is gone; the text says how it ended
+    on_loading: Callable[[str], None] = lambda phase: None  # what is waited for, before on_ready
 
 
 class EngineClient:
@@ -177,6 +192,9 @@ class EngineClient:
                 case Stepped() as stepped:
                     self.num_steps = stepped.num_steps
                     self._events.on_stepped(stepped)
+                case Loading(phase):
+                    logger.info("engine process: %s", PHASES[phase])
+                    self._events.on_loading(PHASES[phase])
                 case Ready() as ready:
                     self.ready, self.failing = ready, False
                     logger.info("engine process %d ready: load_s=%.2f", ready.pid, ready.load_s)

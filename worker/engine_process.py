@@ -24,6 +24,7 @@ from worker.messages import (
     Command,
     Delta,
     Ended,
+    Loading,
     Ready,
     Refused,
     Report,
@@ -57,7 +58,7 @@ def main(fd: int) -> int:
         format="[%(asctime)s: %(levelname)s/engine-%(process)d] %(message)s",
     )
     try:
-        engine, load_s = _build(start.config)
+        engine, load_s = _build(start.config, pipe)
     except Exception as error:
         _report(pipe, StartFailed(f"{type(error).__name__}: {error}"))
         logger.debug("engine not built", exc_info=True)
@@ -87,9 +88,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _build(config: EngineConfig) -> tuple[LLMEngine, float]:
+def _build(config: EngineConfig, pipe: Connection) -> tuple[LLMEngine, float]:
     began = time.monotonic()
-    engine = LLMEngine(config)
+    _report(pipe, Loading("weights"))
+    engine = LLMEngine(config, on_compile=lambda: _report(pipe, Loading("kernels")))
     return engine, time.monotonic() - began
 
 

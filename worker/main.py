@@ -8,6 +8,7 @@ from celery.exceptions import SecurityWarning
 
 from jobs.settings import ModelEntry, Settings
 from worker.application import make_worker_app, queues_of
+from worker.progress import Progress
 
 
 def run_worker(
@@ -16,6 +17,7 @@ def run_worker(
     *,
     concurrency: int | None = None,  # sequences in one step
     name: str | None = None,  # of the Celery node
+    progress: Progress | None = None,  # who hears how the start goes
 ) -> int:
     """Serve until a signal says stop; the exit code. Call it on the main thread.
 
@@ -27,7 +29,7 @@ def run_worker(
     model = model or settings.models[0]
     # it warns of pickle, which this application refuses
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    worker: Any = make_worker_app(settings, model).Worker(
+    worker: Any = make_worker_app(settings, model, progress).Worker(
         hostname=name,
         queues=queues_of(model),
         loglevel=settings.log_level.upper(),

@@ -6,6 +6,8 @@ A request on the pipe is named by its key (see worker.book), not by its job: the
 back to the same worker as a new attempt while the old one is still being dropped.
 """
 
+from typing import Literal
+
 import msgspec
 
 from engine.config import EngineConfig
@@ -38,6 +40,12 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 Command = Add | Abort | Stop
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
+    """What takes time from now on, before the engine is ready."""
+
+    phase: Literal["weights", "kernels"]  # kernels: they are compiled, which is done once a machine
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -107,7 +115,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     stats: dict[str, int | float]  # EngineStats by name; empty in most steps
 
 
-Report = Ready | StartFailed | Stepped
+Report = Loading | Ready | StartFailed | Stepped
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode

@@ -24,6 +24,7 @@ from worker.dispatcher import Dispatcher
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.lease import LeaseKeeper
 from worker.ledger import Ledger
+from worker.progress import Progress
 
 HINT_PAUSE_S = 5.0  # after one that Redis did not take
 
@@ -45,11 +46,13 @@ class Parts:
         worker_id: str,
         max_jobs: int,
         wake: Callable[[], None],
+        progress: Progress,
     ) -> None:
         """Raises StartError when the model's folder cannot be read."""
         self._settings = settings
         self._model = model
         self._worker_id = worker_id
+        self._progress = progress
         self._lease: LeaseKeeper | None = None
         self._announce_at = 0.0
         tokenizer = _load_tokenizer(model)
@@ -84,6 +87,7 @@ class Parts:
             on_ready=self.dispatcher.engine_ready,
             on_stepped=self.dispatcher.engine_stepped,
             on_died=self.dispatcher.engine_died,
+            on_loading=self._progress.phase,
         )
         try:
             ready = self.engine.start(events, poll)

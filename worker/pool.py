@@ -32,6 +32,7 @@ from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
 from jobs.settings import ModelEntry, Settings
 from worker.delivery import CeleryCallbacks, Delivery, Ending
 from worker.parts import Parts, StartError
+from worker.progress import Progress
 from worker.sent_job import SentJob, read_sent_job
 
 EXIT_START_FAILED = 78  # sysexits.h: configuration error
@@ -48,6 +49,7 @@ class EnginePool(BasePool):
 
     settings: ClassVar[Settings]
     model: ClassVar[ModelEntry]
+    progress: ClassVar[Progress]
 
     signal_safe = False
     body_can_be_buffer = True
@@ -80,17 +82,24 @@ class EnginePool(BasePool):
                 worker_id=f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:12]}",
                 max_jobs=self.limit,
                 wake=self._wake,
+                progress=self.progress,
             )
         except StartError as error:
-            raise _start_failed(error) from error
+            raise self._start_failed(error) from error
         try:
             parts.start(state.maybe_shutdown)
         except BaseException as error:
             parts.stop()
             if isinstance(error, StartError):
-                raise _start_failed(error) from error
+                raise self._start_failed(error) from error
             raise
         self._parts = parts
+
+    def _start_failed(self, error: StartError) -> WorkerShutdown:
+        """Celery's way to end a worker with an exit code, without a trace nobody needs."""
+        logger.critical("worker cannot start: %s", error)
+        self.progress.failed(str(error))
+        return WorkerShutdown(EXIT_START_FAILED)
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Called again after every reconnection; what came up meanwhile is waiting."""
@@ -258,13 +267,10 @@ class EnginePool(BasePool):
             self._hub = None
 
 
-def pool_for(settings: Settings, model: ModelEntry) -> type[EnginePool]:
+def pool_for(settings: Settings, model: ModelEntry, progress: Progress) -> type[EnginePool]:
     """The pool of a deployment's model, in the form Celery wants: a class."""
-    return type(
-        "EnginePool",
-        (EnginePool,),
-        {"settings": settings, "model": model, "__module__": EnginePool.__module__},
-    )
+    bound = {"settings": settings, "model": model, "progress": progress}
+    return type("EnginePool", (EnginePool,), bound | {"__module__": EnginePool.__module__})
 
 
 def _job_id(task_name: str, task_id: object, args: object) -> str:
@@ -284,12 +290,6 @@ def _limit_s(limit: object) -> float | None:
 
 def _shown(task_id: object) -> str:
     return repr(task_id)[:80]
-
-
-def _start_failed(error: StartError) -> WorkerShutdown:
-    """Celery's way to end a worker with an exit code, without a trace nobody needs."""
-    logger.critical("worker cannot start: %s", error)
-    return WorkerShutdown(EXIT_START_FAILED)
 
 
 def _worth_telling(record: logging.LogRecord) -> bool:

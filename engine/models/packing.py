@@ -1,6 +1,8 @@
 """In which types a model is kept and computed, and whether compiled kernels do it."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +61,17 @@ def compiled_draw(packing: Packing | None) -> GumbelArgmax | None:
     # once, so that it is compiled before a request waits for it
     gumbel_argmax(torch.zeros(1, 1), np.ones(1, np.float32), np.zeros((1, 4), np.uint64))
     return gumbel_argmax
+
+
+def telling_of_compilation(
+    packing: Packing | None, tell: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Inside it, `tell` is called once if kernels have to be compiled, before they are."""
+    if packing is None:
+        return nullcontext()
+    from engine.kernels import cpu
+
+    return cpu.telling_of_compilation(tell)
 
 
 def _not_packed_because(config: EngineConfig, device: torch.device) -> str | None:

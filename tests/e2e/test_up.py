@@ -1,6 +1,7 @@
 """The service on the embedded default, from the outside: HTTP and commands."""
 
 import json
+import shutil
 import signal
 import stat
 import subprocess
@@ -302,10 +303,33 @@ def test_a_signal_before_readiness_ends_the_start(tmp_path, tiny_llama_dir):
             env=environment(tmp_path / "data"),
             stderr=output,
         )
-    wait_until(lambda: "waiting for the model" in log.read_text())
+    wait_until(lambda: "worker-tiny: starting the engine" in log.read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert "ended before it was ready" in log.read_text()
+
+
+def test_a_start_says_what_it_waits_for_and_claims_no_compilation(up):
+    start = up.log.read_text().partition("ready http")[0].splitlines()
+    assert "worker-tiny: starting the engine" in start
+    assert any(line.endswith("engine process: loading weights") for line in start)  # the worker's
+    assert not any("compiling" in line for line in start)
+
+
+def test_a_start_that_fails_ends_with_the_engines_own_reason(tmp_path, tiny_llama_dir):
+    broken = shutil.copytree(tiny_llama_dir, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    done = subprocess.run(
+        [*TOKENMILL, "up", "--port", "0", "--model", f"tiny={broken}"],
+        env=environment(tmp_path / "data"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: worker-tiny could not start: model tiny: "), done.stderr
+    assert str(weights) in last
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):

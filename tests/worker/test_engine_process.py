@@ -2,6 +2,7 @@
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from engine.config import EngineConfig
+from engine.kernels import cpu
 from engine.sampling_params import RepetitionDetection, SamplingParams
 from engine.structured_outputs import StructuredOutputs
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
@@ -28,10 +30,14 @@ class Bench:
         self.client = EngineClient(EngineConfig(**config | values), log_level="warning")
         self.told: queue.SimpleQueue = queue.SimpleQueue()
         self.deltas: list[Delta] = []
+        self.phases: list[str] = []
 
     def start(self) -> Ready:
         events = EngineEvents(
-            on_ready=self.told.put, on_stepped=self.told.put, on_died=self.told.put
+            on_ready=self.told.put,
+            on_stepped=self.told.put,
+            on_died=self.told.put,
+            on_loading=self.phases.append,
         )
         ready = self.client.start(events, lambda: None)
         assert self.next() == ready
@@ -203,9 +209,32 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     bench.client.stop()
 
 
+def test_it_says_what_it_waits_for_and_of_compiling_only_where_it_compiles(
+    long_llama_dir, tmp_path, monkeypatch
+):
+    warm = Bench(str(long_llama_dir))
+    warm.start()
+    warm.client.stop()
+    assert warm.phases == ["loading weights"]
+    # all kernels but one are in this folder
+    shutil.copytree(cpu.config.CACHE_DIR, tmp_path / "kernels")
+    missing = list((tmp_path / "kernels").rglob("workers.run_by_all*"))
+    assert missing
+    for file in missing:
+        file.unlink()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    cold = Bench(str(long_llama_dir))
+    cold.start()
+    cold.client.stop()
+    assert cold.phases == [
+        "loading weights", "compiling kernels for this CPU, once: about a minute"
+    ]  # fmt: skip
+
+
 PARENT = """
 import os, sys, time
 from engine.config import EngineConfig
+from engine.kernels import cpu
 from worker.engine_client import EngineClient, EngineEvents
 ignore = lambda *_: None
 client = EngineClient(EngineConfig(model=sys.argv[1], num_blocks=64), log_level="warning")

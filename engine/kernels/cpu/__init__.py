@@ -14,6 +14,8 @@ Importing this package sets Numba up, before any kernel is decorated.
 import hashlib
 import platform
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch  # noqa: F401
 from llvmlite import binding as llvm
 from numba import __version__ as numba_version
 from numba import config
+from numba.core import event
 
 
 def unavailable() -> str | None:
@@ -31,6 +34,26 @@ def unavailable() -> str | None:
     has = llvm.get_host_cpu_features()
     missing = [name for name in ("avx2", "fma", "f16c") if not has.get(name)]
     return f"the CPU lacks {', '.join(missing)}" if missing else None
+
+
+class _Compilation(event.Listener):
+    """Calls `tell` at the first compilation. What is found on disk is no compilation."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell: Callable[[], None] | None = tell
+
+    def on_start(self, event: event.Event) -> None:
+        if self._tell is not None:
+            tell, self._tell = self._tell, None
+            tell()
+
+    def on_end(self, event: event.Event) -> None:
+        """Nothing: many follow the first, and the longest part has no event of its own."""
+
+
+def telling_of_compilation(tell: Callable[[], None]) -> AbstractContextManager[None]:
+    """Inside it, `tell` is called once, before the first kernel that is not on disk is compiled."""
+    return event.install_listener("numba:compile", _Compilation(tell))
 
 
 def _cache_folder() -> Path | None:
