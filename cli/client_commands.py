@@ -1,12 +1,13 @@
 """`tokenmill submit` and `tokenmill status`: a running service, seen from a terminal."""
 
 import json
+import os
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from typing import IO, Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,6 +19,9 @@ from cli.options import environment
 from jobs.settings import Settings
 
 MOST_JOBS_PER_CALL = 1000
+PIPE_WIDTH = 500  # a pipe has no width: nothing has to be left out there
+GAP = 2  # columns of a terminal between two of a table
+IMPORTANCE = ("status", "custom id", "created", "model", "tokens", "total s")
 
 url_option = click.option(
     "--url", help="The service; by default the one of this environment (http://127.0.0.1:8000)."
@@ -94,7 +98,8 @@ def status(job_id: str | None, url: str | None, limit: int, as_json: bool, quiet
 
     Exit status 0: the service is ready (the job exists); 1: it is not.
     """
-    console = Console(quiet=quiet)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(quiet=quiet, width=None if has_width else PIPE_WIDTH)
     try:
         with Client(url or _local_url()) as client:
             if job_id is not None:
@@ -233,34 +238,63 @@ def _show_service(
     for finding in parts.get("warnings", ()):
         console.print(f"  warning: {finding['message']}", markup=False)
     if jobs:
-        console.print(_newest(jobs), markup=False)
+        _print_newest(console, jobs)
 
 
-def _newest(jobs: list[Job]) -> Table:
-    """A line for each job, within 80 columns: what all or none of them have is no column, and what
-    may be long is folded. Nothing is cut, ids least of all."""
+def _print_newest(console: Console, jobs: list[Job]) -> None:
+    """A line for each job. A column that does not fit whole is left out, and named: nothing that
+    may be copied is cut."""
     models = sorted({str(job["model"]) for job in jobs})
-    title = None if len(models) > 1 else f"newest jobs, of model {models[0]}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns: dict[str, Callable[[Job], str]] = {
-        "job": lambda job: str(job["id"]),
-        "status": lambda job: str(job["status"]),
-        "created": lambda job: _short_moment(job["created_at"]),
-        "tokens": lambda job: str(job["usage"]["total_tokens"]),
-        "total s": lambda job: seconds(job["timings"]["total_s"]),
+    columns = _columns(jobs, several_models=len(models) > 1)
+    widths = {
+        name: max(cell_len(name), *(cell_len(cell) for cell in cells))
+        for name, cells in columns.items()
     }
+    left = console.width - widths["job"]
+    shown = {"job"}
+    for name in sorted(columns.keys() - shown, key=IMPORTANCE.index):
+        if widths[name] + GAP <= left:
+            left -= widths[name] + GAP
+            shown.add(name)
+    title = None if len(models) > 1 else f"newest jobs, of model {models[0]}"
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
+    )
     for name in columns:
-        is_number = name in ("tokens", "total s")
-        table.add_column(name, no_wrap=True, justify="right" if is_number else "left")
+        if name in shown:
+            is_number = name in ("tokens", "total s")
+            table.add_column(
+                name,
+                no_wrap=name != "job",  # a terminal narrower than an id
+                overflow="fold",
+                justify="right" if is_number else "left",
+            )
+    for cells in zip(*(columns[name] for name in columns if name in shown), strict=True):
+        table.add_row(*map(Text, cells))
+    console.print(table, markup=False)
+    if missing := [name for name in columns if name not in shown]:
+        line = f"no room for: {', '.join(missing)}; --json shows all"
+        console.print(line, style="dim", markup=False, highlight=False)
+
+
+def _columns(jobs: list[Job], *, several_models: bool) -> dict[str, list[str]]:
+    """What a line may say of each job. What all or none of them have is no column."""
+    columns = {
+        "job": [str(job["id"]) for job in jobs],
+        "status": [str(job["status"]) for job in jobs],
+        "created": [_short_moment(job["created_at"]) for job in jobs],
+        "tokens": [str(job["usage"]["total_tokens"]) for job in jobs],
+        "total s": [seconds(job["timings"]["total_s"]) for job in jobs],
+    }
     if any(job["custom_id"] for job in jobs):
-        columns["custom id"] = lambda job: job["custom_id"] or ""
-        table.add_column("custom id", overflow="fold")
-    if len(models) > 1:
-        columns["model"] = lambda job: str(job["model"])
-        table.add_column("model", overflow="fold")
-    for job in jobs:
-        table.add_row(*(Text(of(job)) for of in columns.values()))
-    return table
+        columns["custom id"] = [_in_one_line(job["custom_id"] or "") for job in jobs]
+    if several_models:
+        columns["model"] = [str(job["model"]) for job in jobs]
+    return columns
+
+
+def _in_one_line(text: str) -> str:
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _short_moment(epoch_s: float) -> str:

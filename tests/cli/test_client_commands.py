@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from cli.client_commands import _show_service, text_of
@@ -31,33 +32,55 @@ def shown(jobs, width=80, is_ready=True, **parts):
     return capture.get().splitlines()
 
 
+CELERY_ID = "job_0f8fad5bd9cb469fa16570867728950e"  # as a Celery client's: 36 characters
+UUID = "7c9e6679-7425-40de-944b-e07fc1f90ae7"
 MANY = {
     "plain": [job() for _ in range(3)],
-    "long custom ids": [job(custom_id=f"a-very-long-custom-id-that-goes-on-{n}") for n in range(3)],
-    "two models": [job(model="qwen3-0.6b", custom_id="row-17"), job()],
+    "short custom ids": [job(id=CELERY_ID, custom_id="request-2")],
+    "long custom ids": [job(id=CELERY_ID, custom_id=UUID), job(custom_id="request-2")],
+    "longer than any terminal": [job(id=CELERY_ID, custom_id=UUID * 10)],
+    "two models": [job(id=CELERY_ID, model="qwen3-0.6b", custom_id="row-17"), job()],
     "of long ago": [job(created_at=NOW - 40 * 86_400)],
     "in markup": [job(custom_id="[red]x[/red]")],
+    "in two lines": [job(custom_id="row\n17")],
+    "wide": [job(custom_id="作業" * 5)],
 }
 
 
 @pytest.mark.parametrize("jobs", MANY.values(), ids=MANY)
-@pytest.mark.parametrize("width", [80, 200])
-def test_no_id_is_cut_and_no_moment_folded(jobs, width):
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_job_has_one_line_and_what_does_not_fit_whole_is_left_out_by_name(jobs, width):
     lines = shown(jobs, width)
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    assert "…" not in text
-    for each in jobs:
-        [line] = [line for line in lines if each["id"] in line]
+    assert max(map(cell_len, lines)) <= width
+    several = len({each["model"] for each in jobs}) > 1
+    head = next(i for i, line in enumerate(lines) if line.startswith("job "))
+    rows, left_out = lines[head + 1 : head + 1 + len(jobs)], lines[head + 1 + len(jobs) :]
+    for each, line in zip(jobs, rows, strict=True):
         moment = time.localtime(each["created_at"])
         old = NOW - each["created_at"] > 86_400
-        assert time.strftime("%m-%d %H:%M" if old else "%H:%M:%S", moment) in line
-        assert "123456" in line
-        assert "1234.50" in line
-        for name in ("custom_id", "model"):
-            folded = "".join(text.split())
-            start = (each[name] or "")[:3]
-            assert start in folded
+        cells = {
+            "job": each["id"],
+            "created": time.strftime("%m-%d %H:%M" if old else "%H:%M:%S", moment),
+            "tokens": "123456",
+            "total s": "1234.50",
+            "custom id": (each["custom_id"] or "").replace("\n", "\\n"),
+        } | ({"model": each["model"]} if several else {})
+        for name, cell in cells.items():
+            if name in lines[head]:
+                assert cell in line
+            elif any(other["custom_id"] for other in jobs) or name != "custom id":
+                assert name in " ".join(left_out)
+    assert "…" not in "".join(lines)
+    assert "status" in lines[head] or width == 40
+    if width == 200 and all(len(each["custom_id"] or "") < 100 for each in jobs):
+        assert left_out == []
+
+
+def test_an_id_goes_before_moments_and_numbers():
+    [*_, head, line, left_out] = shown([job(id=CELERY_ID, custom_id="a" * 28)], 80)
+    assert head.split("  ")[0] == "job"
+    assert line.split() == [CELERY_ID, "succeeded", "a" * 28]
+    assert left_out == "no room for: created, tokens, total s; --json shows all"
 
 
 def test_a_ready_service_with_nothing_to_say_says_no_more():
