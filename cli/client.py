@@ -2,9 +2,10 @@
 
 ClientError
 ├── Unreachable      nobody answers there
-└── Refused          the service said no: `status`, `param`
+└── Refused          the service said no: `status`, `param`; of several jobs `index` and `reason`
 """
 
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
@@ -30,9 +31,16 @@ class Refused(ClientError):
     """An error object of the service."""
 
     def __init__(self, message: str, *, status: int, param: str | None) -> None:
-        super().__init__(message)
+        super().__init__(f"{status} {message}" + (f" ({param})" if param else ""))
         self.status = status
         self.param = param
+        # of one of the jobs that were sent together: which, and what is wrong, without its index
+        self.index: int | None = None
+        self.reason = message
+        if place := re.fullmatch(r"\[(\d+)\]\.?(.*)", param or "", re.DOTALL):
+            self.index = int(place[1])
+            self.reason = message.removeprefix(f"job {self.index}: ")
+            self.reason += f" ({place[2]})" if place[2] else ""
 
 
 class Client:
@@ -111,11 +119,7 @@ class Client:
             message, param = str(error["message"]), error["param"]
         except (ValueError, KeyError, TypeError):
             message, param = answer.text[:200], None
-        raise Refused(
-            f"{answer.status_code} {message}" + (f" ({param})" if param else ""),
-            status=answer.status_code,
-            param=param,
-        )
+        raise Refused(message, status=answer.status_code, param=param)
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

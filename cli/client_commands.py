@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.addresses import service_url
-from cli.client import Client, ClientError, Job
+from cli.client import Client, ClientError, Job, Refused
 from cli.options import environment
 from jobs.settings import Settings
 
 MOST_JOBS_PER_CALL = 1000
+MOST_ERRORS = 20  # lines of a file that are named
 PIPE_WIDTH = 500  # a pipe has no width: nothing has to be left out there
 GAP = 2  # columns of a terminal between two of a table
 IMPORTANCE = ("status", "custom id", "created", "model", "tokens", "total s")
@@ -66,11 +67,11 @@ def submit(
         with Client(url or _local_url()) as client:
             model = model or _only_model(client)
             if prompt is not None:
-                jobs = [_chat(prompt, system, max_tokens, temperature, priority)]
+                jobs = {"": _chat(prompt, system, max_tokens, temperature, priority)}
             else:
                 assert jobs_file is not None
                 jobs = _read_lines(jobs_file)
-            for job in jobs:
+            for job in jobs.values():
                 job["body"].setdefault("model", model)
             accepted = _submit_all(client, jobs, idempotency_key)
             ended = _wait(client, accepted) if wait else accepted
@@ -171,29 +172,45 @@ def _chat(
     return {"url": "/v1/chat/completions", "body": body, "priority": priority}
 
 
-def _read_lines(file: IO[str]) -> list[dict[str, Any]]:
-    jobs = []
+def _read_lines(file: IO[str]) -> dict[str, dict[str, Any]]:
+    """The jobs of a file, each with the words that name its line. Names all lines that are none."""
+    jobs, wrong = {}, []
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
+        name = f"line {number}: "
         try:
             job = json.loads(line)
-        except ValueError as error:
-            raise click.ClickException(f"line {number} is not JSON: {error}") from None
-        if not isinstance(job, dict) or not isinstance(job.get("body"), dict):
-            raise click.ClickException(f"line {number} is not a job: it has no object `body`")
-        jobs.append(job)
+        except (ValueError, RecursionError) as error:
+            wrong.append(f"{name}not JSON: {error}")
+            continue
+        if isinstance(job, dict) and isinstance(job.get("body"), dict):
+            jobs[name] = job
+        else:
+            wrong.append(f"{name}not a job: it has no object `body`")
+    if wrong:
+        more = [f"and {len(wrong) - MOST_ERRORS} lines more"] if len(wrong) > MOST_ERRORS else []
+        raise click.ClickException("\n".join(wrong[:MOST_ERRORS] + more))
     if not jobs:
         raise click.ClickException("the file holds no job")
     return jobs
 
 
-def _submit_all(client: Client, jobs: list[dict[str, Any]], key: str | None) -> list[Job]:
+def _submit_all(client: Client, jobs: dict[str, dict[str, Any]], key: str | None) -> list[Job]:
+    """`jobs` by the words that name each: those of the job that is refused precede the reason."""
     accepted: list[Job] = []
-    for start in range(0, len(jobs), MOST_JOBS_PER_CALL):
+    names = list(jobs)
+    for start in range(0, len(names), MOST_JOBS_PER_CALL):
+        part = names[start : start + MOST_JOBS_PER_CALL]
         # each call is accepted or refused whole: a file longer than one call needs a key for each
         part_key = f"{key}-{start}" if key and len(jobs) > MOST_JOBS_PER_CALL else key
-        accepted += client.submit(jobs[start : start + MOST_JOBS_PER_CALL], key=part_key)
+        try:
+            accepted += client.submit([jobs[name] for name in part], key=part_key)
+        except Refused as error:
+            if error.index is None or error.index >= len(part):
+                raise
+            before = f"; the {start} jobs before were accepted" if start else ""
+            raise ClientError(f"{part[error.index]}{error.reason}{before}") from None
     return accepted
 
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from sqlalchemy import create_engine, text
 
-from cli.client import Client, Refused
+from cli import client_commands
+from cli.client import Client, ClientError, Refused
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import TOKENMILL, environment, start_up, wait_until
 
@@ -178,6 +179,32 @@ def test_submit_prints_answers_and_its_exit_status_tells_failure(up, tmp_path):
     done = tokenmill(up, "submit", "-p", "hello", "--temperature", "-1")
     assert done.returncode == 1
     assert "temperature" in done.stderr
+
+
+def test_submit_names_each_bad_line_of_a_file_in_one_way(up):
+    good = json.dumps(chat("hello"))
+    done = tokenmill(up, "submit", "--file", "-", stdin=f"{good}\n{{\n\n[]\n{good}\n")
+    assert done.returncode == 1
+    assert [line.partition(": ")[0] for line in done.stderr.splitlines()] == [
+        "Error", "line 4"
+    ]  # fmt: skip
+    assert "line 2: not JSON: " in done.stderr
+    assert "line 4: not a job: it has no object `body`" in done.stderr
+    bad = json.dumps(chat("hello", temperature=-1))
+    done = tokenmill(up, "submit", "--file", "-", stdin=f"{good}\n\n{bad}\n")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: line 3: "), done.stderr
+    assert done.stderr.endswith("(body.temperature)\n"), done.stderr
+    done = tokenmill(up, "submit", "-p", "hello", "--temperature", "-1")
+    assert "job 0" not in done.stderr
+
+
+def test_a_bad_line_behind_a_whole_call_is_named_by_its_line(client, monkeypatch):
+    monkeypatch.setattr(client_commands, "MOST_JOBS_PER_CALL", 3)
+    jobs = {f"line {n}: ": completion(max_tokens=1) for n in range(1, 6)}
+    jobs["line 9: "] = completion(n=0)
+    with pytest.raises(ClientError, match=r"line 9: n .*\(body.n\); the 3 jobs before were"):
+        client_commands._submit_all(client, jobs, None)
 
 
 def test_status_tells_ready_from_not_ready(up, client):
