@@ -4,8 +4,9 @@
     python bench/throughput.py --only W1 --through service
 
 With `--json` one JSON object goes to standard output; what a person reads goes to standard error.
-Through the service, engine and service take turns in one run, and the service's cost is what it
-takes of the engine's output tokens per second.
+Through the service, engine and service take turns, round by round, and the service's cost is what
+it takes of the engine's output tokens per second. From one round, or where the rounds of both lie
+among each other, the difference is the machine's.
 """
 
 import argparse
@@ -162,9 +163,24 @@ def _say_service(name: str, measured: dict[str, Measured]) -> None:
     same = sum(a == b for a, b in pairs)
     _say(
         f"{name} service: {service.output_tps:.1f} output tokens/s, wall {service.wall_s:.2f} s; "
-        f"it costs {_cost(measured):.1%} of the engine's throughput\n"
+        f"{_compared(measured)}\n"
         f"    {same} of {len(service.texts)} texts equal the engine's"
     )
+
+
+def _compared(measured: dict[str, Measured]) -> str:
+    """What the service's throughput is to the engine's. A cost only where the rounds are clear."""
+    cost, engine_s, service_s = (
+        _cost(measured), measured["engine"].walls_s, measured["service"].walls_s
+    )  # fmt: skip
+    share = f"{abs(cost):.1%} {'below' if cost > 0 else 'above'} the engine's"
+    if len(engine_s) == 1:
+        return f"{share}; one round each does not tell what it costs (see --repeat)"
+    if max(engine_s) >= min(service_s) and max(service_s) >= min(engine_s):
+        return f"{share}, within the spread of {len(engine_s)} rounds"
+    if cost < 0:
+        return f"{share}, as it cannot be: the machine's speed has changed"
+    return f"it costs {cost:.1%} of the engine's throughput"
 
 
 def _say(text: str) -> None:

@@ -6,8 +6,8 @@ import os
 import pytest
 
 import bench.measure
-from bench.measure import REFERENCE, Pieces, agreement, descendants, measure, salted
-from bench.throughput import main
+from bench.measure import REFERENCE, Measured, Pieces, agreement, descendants, measure, salted
+from bench.throughput import _compared, main
 
 PEER_KEYS = {"wall_s", "walls", "out_tps", "total_tps", "peak_rss_mb"}
 
@@ -107,6 +107,27 @@ def test_systems_take_turns_and_wrong_lengths_are_counted():
     assert measured["right"].output_tps == 48
     assert "wrong_lengths" not in measured["right"].as_peer()
     assert measured["short"].as_peer()["wrong_lengths"] == 18
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "service_s", "said"),
+    [
+        ([10.0], [6.6], "51.5% above the engine's; one round each does not tell what it costs"),
+        ([10.0], [20.0], "50.0% below the engine's; one round each does not tell"),
+        ([10, 11, 12], [10.5, 11.5, 12.5], "4.3% below the engine's, within the spread"),
+        ([10, 12, 14], [9, 11, 13], "9.1% above the engine's, within the spread of 3"),
+        ([10, 10.1, 10.2], [12, 12.1, 12.2], "it costs 16.5% of the engine's throughput"),
+        ([10, 10.1, 10.2], [8, 8.1, 8.2], "24.7% above the engine's, as it cannot be"),
+    ],
+)
+def test_a_difference_is_called_a_cost_only_where_it_is_beyond_the_spread(
+    engine_s, service_s, said
+):
+    measured = {
+        name: Measured(num_prompt_tokens=1, num_output_tokens=100, walls_s=walls)
+        for name, walls in (("engine", engine_s), ("service", service_s))
+    }
+    assert _compared(measured).startswith(said)
 
 
 @pytest.mark.slow
