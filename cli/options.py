@@ -30,4 +30,6 @@ def settings_of(environ: Mapping[str, str]) -> Settings:
     logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
     for name in ("httpx", "httpx2"):  # a line for every request: the supervisor asks ten a second
         logging.getLogger(name).setLevel(logging.WARNING)
+    if settings.log_level != "debug":  # ten lines of what a migration is about to ask
+        logging.getLogger("alembic").setLevel(logging.WARNING)
     return settings

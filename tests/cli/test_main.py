@@ -1,5 +1,6 @@
 """The command's surface: help for everything, exit statuses for scripts, nothing loaded in vain."""
 
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,21 @@ def test_every_command_explains_itself(name):
     assert result.exit_code == 0, result.output
     assert "Usage:" in result.output
     assert len(result.output.splitlines()) > 5
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_migrate_prints_its_own_line_and_each_step_only_when_asked(tmp_path, level):
+    environ = {"DATABASE_URL": f"sqlite:///{tmp_path / 'new.db'}", "TOKENMILL_LOG_LEVEL": level}
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", "migrate"],
+        cwd=REPOSITORY,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "the database is at the newest schema\n")
+    assert ("alembic" in done.stderr) == (level == "debug")
+    assert level == "debug" or done.stderr == ""
 
 
 def test_help_loads_none_of_the_heavy_packages():
