@@ -30,7 +30,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cli import tether
+from cli import append_only, tether
 from cli.addresses import free_port
 from cli.wheel_binaries import barred_parent, postgres_installation, valkey_binary
 
@@ -101,7 +101,8 @@ class Server:
                 if not (moved and tries_left):
                     break
                 self._port = None
-            raise ServerError(f"{self.name} did not start in {self.folder}: {self._log_tail()}")
+            failure = f"{self.name} did not start in {self.folder}: {self._log_tail()}"
+            raise ServerError(self._remedy() or failure)
         except BaseException:
             self.stop()
             raise
@@ -135,6 +136,10 @@ class Server:
 
     def _prepare(self) -> None:
         """Make the folder ready, once per start."""
+
+    def _remedy(self) -> str | None:
+        """What to do about a start that failed, where it is known."""
+        return None
 
     def _command(self) -> Sequence[str | Path]:
         raise NotImplementedError
@@ -218,6 +223,9 @@ class Valkey(Server):
         file.touch(0o600)
         file.write_text("".join(f"{key} {value}\n" for key, value in configuration.items()))
         return [valkey_binary(), file]
+
+    def _remedy(self) -> str | None:
+        return append_only.remedy(self._log_tail(), self.folder, valkey_binary())
 
     def _answers(self) -> bool:
         # a client of its own per try: none is left with half a reply of a server that is loading

@@ -1,6 +1,7 @@
 """Our launchers: data, ports and passwords survive, owners exclude each other, nothing is left."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,53 @@ def test_valkey_keeps_port_password_and_data_over_a_kill(tmp_path):
         server.start()
         assert server.url == url
         assert client.get("kept") == b"yes"
+
+
+def spoil_command(content):
+    place = content.index(b"$", 600)
+    return content[: place + 1] + b"999" + content[place + 2 :]
+
+
+def spoil_word(content):
+    return content.replace(b"SET", b"SXT")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spoil", "says"),
+    [
+        ("*.incr.aof", spoil_command, "copy it, then cut off"),
+        ("*.incr.aof", spoil_word, "incr.aof: move"),
+        ("*.base.rdb", lambda content: bytes(len(content)), "base.rdb: move"),
+        ("*.base.rdb", lambda content: content[:50], "its append-only file in"),
+        ("*.manifest", lambda content: bytes(len(content)), "its append-only file in"),
+    ],
+)
+def test_an_append_only_file_that_is_broken_is_named_with_what_mends_it(
+    tmp_path, pattern, spoil, says
+):
+    folder = tmp_path / "valkey"
+    with Valkey(folder) as server, redis.Redis.from_url(server.url) as client:
+        for number in range(100):
+            client.set(str(number), "x" * 50)
+    [file] = folder.rglob(pattern)
+    file.write_bytes(spoil(file.read_bytes()))
+    with pytest.raises(ServerError) as raised:
+        Valkey(folder).start()
+    said = str(raised.value)
+    assert says in said
+    assert f"move {folder} away" in said
+    if "valkey-check-aof" in said:
+        # as it says
+        fix, server_program = re.search(r"`(.*)` .* to (.*)\);", said).groups()
+        (tmp_path / "valkey-check-aof").symlink_to(server_program)
+        done = subprocess.run(
+            [tmp_path / fix.split()[0], *fix.split()[1:]], input=b"y\n", capture_output=True
+        )
+        assert done.returncode == 0, done.stdout
+    else:
+        folder.rename(tmp_path / "away")
+    with Valkey(folder) as server, redis.Redis.from_url(server.url) as client:
+        assert bool(client.dbsize()) == ("valkey-check-aof" in said)
 
 
 @pytest.mark.parametrize("server_class", [Valkey, Postgres])
