@@ -54,7 +54,9 @@ def demo(data_dir: str | None, model: str) -> None:
     service = Service(
         environ,
         log_folder=folder / "logs",
-        report=lambda line: console.print(f"[dim]{line}[/]"),
+        report=lambda line: console.print(
+            line, style="dim", markup=False, highlight=False, soft_wrap=True
+        ),
         cancelled=threading.Event(),
     )
     try:

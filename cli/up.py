@@ -53,7 +53,9 @@ def up(
     service = Service(
         environ,
         log_folder=log_dir,
-        report=lambda line: console.print(f"[dim]{line}[/]"),
+        report=lambda line: console.print(
+            line, style="dim", markup=False, highlight=False, soft_wrap=True
+        ),
         cancelled=stop,
     )
 
