@@ -234,7 +234,6 @@ def test_it_says_what_it_waits_for_and_of_compiling_only_where_it_compiles(
 PARENT = """
 import os, sys, time
 from engine.config import EngineConfig
-from engine.kernels import cpu
 from worker.engine_client import EngineClient, EngineEvents
 ignore = lambda *_: None
 client = EngineClient(EngineConfig(model=sys.argv[1], num_blocks=64), log_level="warning")
