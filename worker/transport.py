@@ -10,19 +10,38 @@ import logging
 import traceback
 from typing import Any
 
-from kombu.transport import redis
+from kombu.transport import redis, virtual
 from redis import DataError, RedisError
 
 logger = logging.getLogger(__name__)
 
 
 class QoS(redis.QoS):
+    """What a channel has not acknowledged yet.
+
+    kombu closes the channels of a connection it has lost, and lets go of the connection's address,
+    while messages that came by it are still worked on: what is done about them later would end the
+    worker. The messages are safe: the visibility timeout brings them back, and their rows decide.
+    """
+
     def restore_unacked_once(self, stderr: Any = None) -> None:
-        # kombu closes the channels of a connection it has lost only after it has let go of the
-        # connection's address: with a message unacknowledged that ends the worker. The message is
-        # safe: the visibility timeout brings it back, and its row is published anew
-        if self.channel.connection is not None and self.channel.connection.client is not None:
+        if not self._is_lost():
             super().restore_unacked_once(stderr)
+
+    def ack(self, delivery_tag: str) -> None:
+        if self._is_lost():
+            virtual.QoS.ack(self, delivery_tag)
+        else:
+            super().ack(delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        if self._is_lost():
+            virtual.QoS.ack(self, delivery_tag)
+        else:
+            super().reject(delivery_tag, requeue)
+
+    def _is_lost(self) -> bool:
+        return self.channel.connection is None or self.channel.connection.client is None
 
 
 class Channel(redis.Channel):

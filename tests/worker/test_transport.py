@@ -1,8 +1,39 @@
 """What a worker's Redis transport does that kombu's does not."""
 
+import logging
+
 import kombu
+import pytest
 
 from worker import transport
+
+
+@pytest.mark.parametrize("lost", ["the channel's connection", "the connection's address"])
+@pytest.mark.parametrize("act", ["ack", "reject", "requeue"])
+def test_a_message_of_a_lost_connection_is_acknowledged_late_without_harm(valkey_url, lost, act):
+    with kombu.Connection(valkey_url, transport=transport.Transport) as connection:
+        channel = connection.channel()
+        queue = kombu.Queue("late", channel=channel, durable=False)
+        queue.declare()
+        kombu.Producer(channel).publish({"x": 1}, routing_key="late")
+        message = queue.get(no_ack=False)
+        held = channel.connection
+        client, pool = held.client, channel._pool
+        channel._pool = None
+        if lost == "the channel's connection":
+            channel.connection = None
+        else:
+            held.client = None
+        logger = logging.getLogger(__name__)
+        if act == "ack":  # as Celery does it, once a job has ended
+            message.ack_log_error(logger, connection.connection_errors)
+        else:
+            message.reject_log_error(logger, connection.connection_errors, requeue=act == "requeue")
+        assert message.acknowledged
+        held.client, channel.connection, channel._pool = client, held, pool
+        # Redis still has it for whoever restores what nobody acknowledged
+        assert channel.client.hlen(channel.qos.unacked_key) == 1
+        channel.client.delete(channel.qos.unacked_key, channel.qos.unacked_index_key)
 
 
 def test_a_channel_of_a_lost_connection_closes_with_a_message_unacknowledged(valkey_url):
