@@ -4,7 +4,8 @@ Free rows generate without an end: in turns alone, while requests keep arriving,
 requests arrive with hostile forms, each another one than any before. Prints how much of its speed a
 free row keeps beside the forms, of that alone and of that beside the same requests without a form
 (a row takes its share of a step whatever it generates): by the clock, and by the processor time of
-the engine's thread, which other programs on the machine disturb less.
+the engine's thread, which other programs on the machine disturb less. Last, `--at-once` hostile
+forms arrive together, and it prints how long each took to have its first token or its refusal.
 """
 
 import argparse
@@ -68,9 +69,9 @@ HOSTILE: dict[str, tuple[str, Callable[[int], str]]] = {
 }
 
 
-def hostile_forms(names: list[str] | None = None) -> Iterator[StructuredOutputs]:
-    """Without end, one of each kind after another, none twice."""
-    for number, name in zip(count(), cycle(names or HOSTILE)):
+def hostile_forms(names: list[str] | None = None, *, first: int = 0) -> Iterator[StructuredOutputs]:
+    """Without end, one of each kind after another, none twice; numbered from `first`."""
+    for number, name in zip(count(first), cycle(names or HOSTILE)):
         kind, text = HOSTILE[name]
         yield StructuredOutputs(kind=kind, text=text(number), param=name)
 
@@ -129,6 +130,30 @@ class Neighbourhood:
 
     def beside_forms(self, length_s: float) -> Turn:
         return self._turn(length_s, self._forms)
+
+    def answer_times(self, forms: Iterable[StructuredOutputs]) -> dict[str, float]:
+        """Seconds, for each form, until its first token or its refusal; all arrive at once."""
+        asked_at = time.monotonic()
+        took: dict[str, float] = {}
+        waiting: dict[str, str] = {}
+        for index, form in enumerate(forms):
+            request_id, name = f"at once {next(self._ids)}", f"{index} {form.param}"
+            params = SamplingParams(max_tokens=2, temperature=0.0, structured_outputs=form)
+            try:
+                self._engine.add_request(request_id, PROMPT, params)
+                waiting[request_id] = name
+            except ParameterError:  # known from before to be unusable
+                took[name] = time.monotonic() - asked_at
+        self._keep_free()
+        while waiting:
+            for update in self._engine.step():
+                told = update.refusal or update.output or any(d.token_ids for d in update.deltas)
+                if told and update.request_id in waiting:
+                    took[waiting.pop(update.request_id)] = time.monotonic() - asked_at
+                if update.output is not None:
+                    self.free.discard(update.request_id)
+            self._keep_free()
+        return took
 
     def _turn(self, length_s: float, arriving: Iterator[StructuredOutputs | None]) -> Turn:
         turn = Turn()
@@ -194,6 +219,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--turn-s", type=float, default=2.0, help="of the engine's thread")
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--only", choices=sorted(HOSTILE), action="append")
     args = parser.parse_args()
     config = EngineConfig(model=args.model, num_threads=args.num_threads, max_model_len=1024)
@@ -206,6 +232,9 @@ def main() -> int:
         rounds.append((alone, others, forms))
         print(_line(rounds[-1:]), f"({forms.num_refused} refused)", flush=True)
     print("median:", _line(rounds))
+    took = rows.answer_times(islice(hostile_forms(args.only, first=10**6), args.at_once))
+    for name, seconds in sorted(took.items(), key=lambda each: each[1]):
+        print(f"{seconds:5.2f} s until {name} had a token or a refusal")
     return 0
 
 

@@ -34,6 +34,8 @@ from engine.structured.trial_process import TrialProcess
 from engine.structured_outputs import StructuredOutputs
 
 LATER_LIMIT_S = 3.0  # by the clock, for all trials behind the first and the waiting for them
+# from the first request on: a form whose first trial had to wait has less for its later ones
+ANSWER_LIMIT_S = 4.7
 # of a form's trials, one after another; the engine's own niceness is 0
 LIMITS = (
     TrialLimits(cpu_s=0.2, clock_s=10.0, niceness=10),  # 0.02 s are usual, most of it the forks'
@@ -71,6 +73,7 @@ class _Compiling:
 
     form: StructuredOutputs
     waiters: list[_Waiter] = field(default_factory=list)
+    asked_at: float = field(default_factory=time.monotonic)
     give_up_at: float = math.inf  # known once its first trial was not enough
 
 
@@ -178,8 +181,10 @@ class GrammarCompiler:
         return self._trials.verdict(compiling.form, limits)
 
     def _give_up_later(self, compiling: _Compiling) -> None:
-        compiling.give_up_at = time.monotonic() + LATER_LIMIT_S
-        timer = threading.Timer(LATER_LIMIT_S, self._settle, (compiling, None))
+        now = time.monotonic()
+        left_s = max(0.0, min(LATER_LIMIT_S, compiling.asked_at + ANSWER_LIMIT_S - now))
+        compiling.give_up_at = now + left_s
+        timer = threading.Timer(left_s, self._settle, (compiling, None))
         timer.daemon = True
         timer.start()
 
@@ -285,6 +290,6 @@ def _refusal(form: StructuredOutputs, made: str | None) -> ParameterError:
         return ParameterError(form.param, f"{form.param}: {made}")
     return CompilerBusyError(
         form.param,
-        f"{form.param}: takes long to compile, and was not done within {LATER_LIMIT_S:g} seconds, "
-        "for there is much else to do; try again later",
+        f"{form.param}: takes long to compile, and there was no time for it within "
+        f"{ANSWER_LIMIT_S:g} seconds, for there is much else to do; try again later",
     )

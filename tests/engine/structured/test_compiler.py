@@ -83,6 +83,7 @@ def slow_forms(number):
 def unhurried(monkeypatch, *cpu_s):
     """Limits on processor time alone, for machines on which little of it can be had."""
     monkeypatch.setattr(compiling, "LATER_LIMIT_S", ANSWER_S)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 2 * ANSWER_S)
     limits = [replace(compiling.LIMITS[0], cpu_s=each, clock_s=ANSWER_S) for each in cpu_s]
     monkeypatch.setattr(compiling, "LIMITS", tuple(limits))
 
@@ -141,6 +142,20 @@ def test_however_many_slow_forms_come_at_once_each_ends_soon_behind_its_first_tr
             each.result(ANSWER_S)
     waited = [ended[form.text] - first_tried[form.text] for form in forms]
     assert max(waited) < 1.0 + 5.0  # of which seconds another process may have had
+
+
+def test_a_slow_form_that_waited_for_its_first_trial_has_less_time_for_its_later_ones(
+    compiler, monkeypatch
+):
+    """So that all of a crowd are answered within the limit, and what is quick waits as it must."""
+    unhurried(monkeypatch, 0.2, 60.0, 60.0)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 0.0)
+    compiler.open(regex("a"), (), 1).result(ANSWER_S)
+    opened = [compiler.open(form, (), 1) for form in (*slow_forms(4), regex("b"))]
+    assert opened.pop().result(ANSWER_S)
+    for each in opened:
+        with pytest.raises(CompilerBusyError, match="no time for it"):
+            each.result(ANSWER_S)  # without this limit: a minute
 
 
 def test_a_quick_form_passes_those_that_take_long(compiler, monkeypatch):
