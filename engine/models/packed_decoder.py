@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kernels.cpu import MAX_THREADS, stack, step
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
 from engine.kernels.cpu.emit import PANEL
-from engine.kernels.cpu.matmul import GATED_ROWS, KINDS, pack, pack_int8, padded
+from engine.kernels.cpu.matmul import ROWS_TOGETHER, KINDS, pack, pack_int8, padded
 from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
@@ -179,7 +179,7 @@ class PackedDecoder:
                 step.QUANTIZED: table[step.QUANTIZED_WIDTH],
             }.items()
         }
-        self._buffers[step.TILES] = torch.empty((self._num_workers, 2, GATED_ROWS, PANEL))
+        self._buffers[step.TILES] = torch.empty((self._num_workers, 2, ROWS_TOGETHER, PANEL))
         for column, buffer in self._buffers.items():
             table[column] = buffer.data_ptr()
         table[step.NUM_WORKERS] = self._num_workers

@@ -1,7 +1,7 @@
 """Compiled kernels for CPUs: a decoder's whole stack, its matrix products and its attention.
 
 Numba compiles them for the machine at hand, once, and keeps the result on disk: no compiler is
-needed there. The inner loops are written in vectors of eight float32 (`vectors`), everything above
+needed there. The inner loops are written in vectors of 8 or 16 float32 (`emit`), everything above
 them in plain loops. One tile, [rows, K] × [K, 16], is all the matrix arithmetic there is: weights
 and blocks of the KV cache lie in memory as its right-hand side.
 
@@ -21,18 +21,18 @@ from typing import Any
 
 # torch's OpenMP has to be there before Numba looks for one: then both share its threads
 import torch  # noqa: F401
-from llvmlite import binding as llvm
 from numba import __version__ as numba_version
 from numba import config
 from numba.core import event
+
+from engine.kernels.cpu.machine import FEATURES
 
 
 def unavailable() -> str | None:
     """Why compiled kernels cannot run on this machine; None where they can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
-    has = llvm.get_host_cpu_features()
-    missing = [name for name in ("avx2", "fma", "f16c") if not has.get(name)]
+    missing = [name for name in ("avx2", "fma", "f16c") if name not in FEATURES]
     return f"the CPU lacks {', '.join(missing)}" if missing else None
 
 

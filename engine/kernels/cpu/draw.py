@@ -2,8 +2,8 @@
 
 The noise of a token is -log(-log u), u = (word + ½) / 2³². As -log u ≥ 1 - u, it is at most
 -log(1 - u): the leading zeros of 2³² - word bound it, and few tokens are left that could beat the
-best so far. Those get the exact noise, in float64. Words and bounds are made for eight tokens at
-once.
+best so far. Those get the exact noise, in float64. Words and bounds are made for a vector of tokens
+at once.
 """
 
 import math
@@ -20,7 +20,6 @@ from torch import Tensor
 from engine.kernels.cpu.emit import (
     F32,
     FLOAT32,
-    I8,
     I32,
     I64,
     INTEGERS,
@@ -60,17 +59,17 @@ def first_word(c0, c1, c2, k0, k1):
 @intrinsic
 def promising(
     context: Any,
-    logits: Any,  # address of eight float32
+    logits: Any,  # address of a vector of float32
     peak: Any,  # float32, the row's largest logit
     temperature: Any,  # float32
     best: Any,  # float32, the best score with noise so far
-    token: Any,  # uint64, the first of the eight; then a counter's other words and the key
+    token: Any,  # uint64, the first of theirs; then a counter's other words and the key
     position: Any,
     sample_index: Any,
     key_low: Any,
     key_high: Any,
 ) -> Any:
-    """A bit for each of eight tokens whose noise might lift it above the best."""
+    """A bit for each lane's token, set if its noise might lift it above the best."""
     signature = types.int64(types.int64, *(types.float32,) * 3, *(types.uint64,) * 5)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
@@ -81,7 +80,7 @@ def promising(
 
         def above(bounds: Any) -> Any:
             found = build.fcmp_ordered(">", build.fadd(scores, bounds), wide_best)
-            return build.zext(build.bitcast(found, I8), I64)
+            return build.zext(build.bitcast(found, ir.IntType(WIDTH)), I64)
 
         def with_noise() -> list[Any]:
             words = _first_words(build, token, *rest)
@@ -96,7 +95,7 @@ def promising(
 def _first_words(
     build: Any, token: Any, position: Any, sample_index: Any, key_low: Any, key_high: Any
 ) -> Any:
-    """`first_word` of eight tokens that follow each other, int32."""
+    """`first_word` of tokens that follow each other, int32."""
     half, low = splat(build, I64(32)), splat(build, I64(LOW))
     c0 = build.add(splat(build, token), ir.Constant(LONGS, list(range(WIDTH))))
     c1, c2, k0, k1 = (splat(build, x) for x in (position, sample_index, key_low, key_high))

@@ -9,14 +9,20 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-WIDTH = 8  # lanes: a register of AVX2; LLVM cuts vectors to what a machine has
-PANEL = 16  # columns of a tile: two vectors
+from engine.kernels.cpu.machine import FEATURES
+
+# lanes: of AVX-512's registers where it is whole, of AVX2's elsewhere; for machines with less,
+# LLVM cuts the vectors up
+WIDTH = 16 if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= FEATURES else 8
+VECTOR_BYTES = 4 * WIDTH
+PANEL = 16  # columns of a tile
+NUM_VECTORS = PANEL // WIDTH  # of a tile's row
 
 # how numbers are stored; INT8 is for weights alone
 FLOAT32, FLOAT16, BFLOAT16, INT8 = 0, 1, 2, 3
 ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2}
 
-I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, WIDTH)
 INTEGERS = ir.VectorType(I32, WIDTH)
 LONGS = ir.VectorType(I64, WIDTH)

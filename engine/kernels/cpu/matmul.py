@@ -1,8 +1,8 @@
 """Matrix products with packed weights.
 
 A weight [N, K] is kept as panels of 16 of its rows, [N / 16, K, 16]: the right-hand sides of tiles,
-read once, in order. Panels are shared out among threads; each takes all rows of its input, so a
-step reads every weight once. The last panel is filled up with zeros.
+read once, in order. Panels are shared out among threads; each takes all rows of its input, some
+rows and panels at a time (after Goto and van de Geijn 2008), so a step reads every weight once. The last panel is filled up with zeros.
 """
 
 import numpy as np
@@ -25,7 +25,9 @@ KINDS = {
 
 LINES_AHEAD = 1024  # bytes from what a lone tile reads to what it fetches
 MAX_FETCHING = 16  # tiles that share the fetching of the next panel among them
-GATED_ROWS = 96  # of gate and up that are at hand together: a panel stays in the cache for them
+# so many rows and panels stay in a core's own cache, while each row meets each panel
+ROWS_TOGETHER = 96
+PANELS_BYTES = 384 << 10
 
 
 def padded(size: int) -> int:
@@ -117,10 +119,11 @@ def panel_product(x, ldx, num_rows, panel, following, y, ldy, start, lds, k, kin
         following = panel + LINES_AHEAD
     if num_tiles > MAX_FETCHING or (num_rows == 1 and kind == FLOAT32):
         following, pace = panel, 0  # one panel in so many tiles is no matter; one row waits anyway
-    for row in range(0, num_rows, MAX_ROWS):
-        rows = min(MAX_ROWS, num_rows - row)
+    for index in range(num_tiles):
+        row = num_rows * index // num_tiles
+        rows = num_rows * (index + 1) // num_tiles - row
         left, made, begin = x + 4 * row * ldx, y + 4 * row * ldy, start + 4 * row * lds
-        ahead = following + row // MAX_ROWS * steps * pace
+        ahead = following + index * steps * pace
         if kind == INT8:
             tile_int8(left, ldx, panel, made, ldy, begin, lds, ahead, pace, k + k % 2, rows)
         else:
@@ -136,50 +139,63 @@ def multiply(x, weight, bias, y, added, num_rows, num_inputs, kind, crew):
     ldx, ldy = x.strides[0] // 4, y.strides[0] // 4
     size = panel_bytes(num_inputs, kind)
     low, high = share(y.shape[1] // PANEL, crew)
-    for p in range(low, high):
-        made = y.ctypes.data + 4 * PANEL * p
-        start, lds = np.int64(0), np.int64(0)
-        if added:
-            start, lds = made, np.int64(ldy)
-            if bias != 0:
-                for t in range(num_rows):
-                    for i in range(PANEL * p, PANEL * p + PANEL):
-                        y[t, i] += load_float(bias + 4 * i)
-        elif bias != 0:
-            start = bias + 4 * PANEL * p
-        panel = weight + p * size
-        panel_product(
-            x.ctypes.data, ldx, num_rows, panel, panel + size, made, ldy, start, lds, num_inputs,
-            kind,
-        )  # fmt: skip
+    if added and bias != 0:
+        for t in range(num_rows):
+            for i in range(PANEL * low, PANEL * high):
+                y[t, i] += load_float(bias + 4 * i)
+    together = max(PANELS_BYTES // size, 1)
+    for first in range(low, high, together):
+        end = min(first + together, high)
+        for row in range(0, num_rows, ROWS_TOGETHER):
+            rows = min(ROWS_TOGETHER, num_rows - row)
+            for p in range(first, end):
+                made = y.ctypes.data + 4 * (row * ldy + PANEL * p)
+                start, lds = np.int64(0), np.int64(0)
+                if added:
+                    start, lds = made, np.int64(ldy)
+                elif bias != 0:
+                    start = bias + 4 * PANEL * p
+                following = p + 1
+                if following == end and row + rows < num_rows:
+                    following = first
+                panel_product(
+                    x.ctypes.data + 4 * row * ldx, ldx, rows, weight + p * size,
+                    weight + following * size, made, ldy, start, lds, num_inputs, kind,
+                )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
 def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, crew):
-    """One worker's panels of silu(X Gᵀ + b) × (X Uᵀ + c), some rows of both at a time."""
+    """One worker's panels of silu(X Gᵀ + b) × (X Uᵀ + c)."""
     ldx, ldy = x.strides[0] // 4, out.strides[0] // 4
     num_panels = out.shape[1] // PANEL
     size = panel_bytes(num_inputs, kind)
     gate, up = tiles[crew.worker, 0].ctypes.data, tiles[crew.worker, 1].ctypes.data
     low, high = share(num_panels, crew)
-    for p in range(low, high):
-        gate_panel = weight + p * size
-        up_panel = gate_panel + num_panels * size
-        gate_bias, up_bias = np.int64(0), np.int64(0)
-        if bias != 0:
-            gate_bias = bias + 4 * PANEL * p
-            up_bias = gate_bias + 4 * PANEL * num_panels
-        for row in range(0, num_rows, GATED_ROWS):
-            rows = min(GATED_ROWS, num_rows - row)
+    together = max(PANELS_BYTES // (2 * size), 1)
+    for first in range(low, high, together):
+        end = min(first + together, high)
+        for row in range(0, num_rows, ROWS_TOGETHER):
+            rows = min(ROWS_TOGETHER, num_rows - row)
             at = x.ctypes.data + 4 * row * ldx
-            following = gate_panel + size if row + rows == num_rows else gate_panel
-            panel_product(
-                at, ldx, rows, gate_panel, up_panel, gate, PANEL, gate_bias, 0, num_inputs, kind
-            )
-            panel_product(
-                at, ldx, rows, up_panel, following, up, PANEL, up_bias, 0, num_inputs, kind
-            )
-            target = out.ctypes.data + 4 * (row * ldy + PANEL * p)
-            for i in range(rows):
-                offset = 4 * PANEL * i
-                silu_mul_panel(gate + offset, up + offset, target + 4 * ldy * i)
+            for p in range(first, end):
+                gate_panel = weight + p * size
+                up_panel = gate_panel + num_panels * size
+                gate_bias, up_bias = np.int64(0), np.int64(0)
+                if bias != 0:
+                    gate_bias = bias + 4 * PANEL * p
+                    up_bias = gate_bias + 4 * PANEL * num_panels
+                following = p + 1
+                if following == end and row + rows < num_rows:
+                    following = first
+                panel_product(
+                    at, ldx, rows, gate_panel, up_panel, gate, PANEL, gate_bias, 0, num_inputs, kind
+                )
+                panel_product(
+                    at, ldx, rows, up_panel, weight + following * size, up, PANEL, up_bias, 0,
+                    num_inputs, kind,
+                )  # fmt: skip
+                target = out.ctypes.data + 4 * (row * ldy + PANEL * p)
+                for i in range(rows):
+                    offset = 4 * PANEL * i
+                    silu_mul_panel(gate + offset, up + offset, target + 4 * ldy * i)

@@ -59,7 +59,7 @@ class Buffers(NamedTuple):
     attended: np.ndarray  # [T, H, D]
     gated: np.ndarray  # [T, intermediate]
     quantized: np.ndarray  # [T, 1 + ⌈largest input / 2⌉], of weights in 8 bits only
-    tiles: np.ndarray  # [num_workers, 2, GATED_ROWS, 16] gate and up of one panel
+    tiles: np.ndarray  # [num_workers, 2, ROWS_TOGETHER, 16] gate and up of one panel
     flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
     flat_attended: np.ndarray  # attended again, [T, H × D]
 

@@ -18,7 +18,7 @@ from engine.kernels.cpu.attention_plan import (
     Sequences,
 )
 from engine.kernels.cpu.emit import PANEL
-from engine.kernels.cpu.matmul import GATED_ROWS
+from engine.kernels.cpu.matmul import ROWS_TOGETHER
 from engine.kernels.cpu.stack import NUM_COLUMNS, Buffers, Ends, StackShape, Tokens, run_layers
 from engine.kernels.cpu.vectors import as_floats, as_integers
 from engine.kernels.cpu.workers import Crew, run_by_all
@@ -67,7 +67,7 @@ def buffers_of(t):
         floats_3d(t[ATTENDED], rows, t[NUM_HEADS], dim),
         floats(t[GATED], rows, t[GATED_WIDTH]),
         floats(t[QUANTIZED], rows, t[QUANTIZED_WIDTH]),
-        carray(as_floats(t[TILES]), (t[NUM_WORKERS], 2, GATED_ROWS, PANEL)),
+        carray(as_floats(t[TILES]), (t[NUM_WORKERS], 2, ROWS_TOGETHER, PANEL)),
         floats(t[HEADS], rows, num_parts * dim),
         floats(t[ATTENDED], rows, t[NUM_HEADS] * dim),
     )

@@ -1,8 +1,9 @@
 """A tile of a matrix product, [rows, K] × [K, 16]: all the matrix arithmetic there is.
 
-Up to six rows times two vectors of columns are summed at once: with the two vectors of the right
-side and one number of the left they fill 15 of AVX2's 16 registers, and keep both of its
-multiply-add units busy (after Goto and van de Geijn 2008).
+With AVX2, up to six rows times two vectors of columns are summed at once: with the two vectors of
+the right side and one number of the left they fill 15 of the 16 registers, and keep both
+multiply-add units busy (after Goto and van de Geijn 2008). With AVX-512 it is one vector of columns
+and more rows, whose numbers the instructions take from memory.
 """
 
 import platform
@@ -18,9 +19,11 @@ from engine.kernels.cpu.emit import (
     I64,
     INTEGERS,
     ITEM_BYTES,
+    NUM_VECTORS,
     PANEL,
     SHORTS,
     VECTOR,
+    VECTOR_BYTES,
     WIDTH,
     branch,
     declare,
@@ -36,7 +39,7 @@ from engine.kernels.cpu.emit import (
     zeros,
 )
 
-MAX_ROWS = 6
+MAX_ROWS = 6 if WIDTH == 8 else 12
 UNROLL = 4
 
 
@@ -71,10 +74,10 @@ def _tile_function(module: Any, num_rows: int, stored: int) -> Any:
     a, lda, b, ldb, c, ldc, start, lds, ahead, pace, k = function.args
     left = [row_address(build, a, lda, i) for i in range(num_rows)]
     step = build.mul(ldb, I64(ITEM_BYTES[stored]))
-    halves = [(i, half) for i in range(num_rows) for half in range(2)]
-    state = [I64(0), b, ahead, *_start(build, start, lds, halves)]
+    parts = [(i, part) for i in range(num_rows) for part in range(NUM_VECTORS)]
+    state = [I64(0), b, ahead, *_start(build, start, lds, parts)]
     sums = _sum_up(build, left, step, pace, k, state, stored)[3:]
-    _store_sums(build, sums, c, ldc, halves)
+    _store_sums(build, sums, c, ldc, parts)
     build.ret_void()
     return function
 
@@ -92,14 +95,14 @@ def _sum_up(
         for _ in range(num_each):
             prefetch(build, ahead)
             columns = [
-                load(build, build.add(row_of_b, I64(half * WIDTH * ITEM_BYTES[stored])), stored)
-                for half in range(2)
+                load(build, build.add(row_of_b, I64(part * WIDTH * ITEM_BYTES[stored])), stored)
+                for part in range(NUM_VECTORS)
             ]
             for i, row_of_a in enumerate(left):
                 number = splat(build, load_one(build, build.add(row_of_a, offset_in_a)))
-                for half in range(2):
-                    n = 2 * i + half
-                    sums[n] = fma(build, number, columns[half], sums[n])
+                for part in range(NUM_VECTORS):
+                    n = NUM_VECTORS * i + part
+                    sums[n] = fma(build, number, columns[part], sums[n])
             offset_in_a = build.add(offset_in_a, I64(4))
             row_of_b, ahead = build.add(row_of_b, step), build.add(ahead, pace)
         return [offset_in_a, row_of_b, ahead, *sums]
@@ -110,10 +113,10 @@ def _sum_up(
 
 
 def _store_sums(
-    build: Any, sums: list[Any], c: Any, ldc: Any, halves: list[tuple[int, int]]
+    build: Any, sums: list[Any], c: Any, ldc: Any, parts: list[tuple[int, int]]
 ) -> None:
-    for (i, half), total in zip(halves, sums, strict=True):
-        store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
+    for (i, part), total in zip(parts, sums, strict=True):
+        store(build, total, build.add(row_address(build, c, ldc, i), I64(VECTOR_BYTES * part)))
 
 
 @intrinsic
@@ -145,7 +148,7 @@ def _tile_over_function(module: Any, num_rows: int, stored: int) -> Any:
     a, lda, panels, offset, ldb, c, ldc, ahead, k = function.args
     left = [row_address(build, a, lda, i) for i in range(num_rows)]
     step = build.mul(ldb, I64(ITEM_BYTES[stored]))
-    halves = [(i, half) for i in range(num_rows) for half in range(2)]
+    parts = [(i, part) for i in range(num_rows) for part in range(NUM_VECTORS)]
 
     def panel_at(index: Any) -> Any:
         address = build.add(panels, build.mul(index, I64(8)))
@@ -158,10 +161,10 @@ def _tile_over_function(module: Any, num_rows: int, stored: int) -> Any:
         return [offset_in_a, *sums]
 
     whole = build.sdiv(k, I64(PANEL))
-    state = [I64(0), *[zeros()] * len(halves)]
+    state = [I64(0), *[zeros()] * len(parts)]
     state = loop(build, whole, state, lambda index, x: one_panel(index, I64(PANEL), x))
     state = one_panel(whole, build.srem(k, I64(PANEL)), state)
-    _store_sums(build, state[1:], c, ldc, halves)
+    _store_sums(build, state[1:], c, ldc, parts)
     build.ret_void()
     return function
 
@@ -188,15 +191,19 @@ def _by_rows_and_kind(num_arguments: int, function_of: Any) -> tuple[Any, Any]:
     return signature, emit
 
 
-def _start(build: Any, start: Any, lds: Any, halves: list[tuple[int, int]]) -> list[Any]:
-    """What a tile's products are added to: a vector for each half of each row."""
+def _start(build: Any, start: Any, lds: Any, parts: list[tuple[int, int]]) -> list[Any]:
+    """What a tile's products are added to: a vector for each part of each row."""
 
     def given() -> list[Any]:
-        addresses = [build.add(row_address(build, start, lds, i), I64(32 * h)) for i, h in halves]
-        return [load(build, address, FLOAT32) for address in addresses]
+        rows = [row_address(build, start, lds, i) for i, _ in parts]
+        offsets = [I64(VECTOR_BYTES * part) for _, part in parts]
+        return [
+            load(build, build.add(row, offset), FLOAT32)
+            for row, offset in zip(rows, offsets, strict=True)
+        ]
 
     is_given = build.icmp_signed("!=", start, I64(0))
-    return branch(build, is_given, [zeros()] * len(halves), given)
+    return branch(build, is_given, [zeros()] * len(parts), given)
 
 
 @intrinsic
@@ -242,7 +249,7 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
     build = ir.IRBuilder(function.append_basic_block())
     a, lda, b, c, ldc, start, lds, ahead, pace, k = function.args
     rows_of_a = [row_address(build, a, lda, i) for i in range(num_rows)]
-    halves = [(i, half) for i in range(num_rows) for half in range(2)]
+    parts = [(i, part) for i in range(num_rows) for part in range(NUM_VECTORS)]
     no_sum = ir.Constant(INTEGERS, [0] * WIDTH)
 
     def multiply(num_each: int, state: list[Any]) -> list[Any]:
@@ -250,16 +257,17 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
         for _ in range(num_each):
             prefetch(build, ahead)
             columns = [
-                _load_int8(build, build.add(pairs_of_b, I64(half * 2 * WIDTH))) for half in range(2)
+                _load_int8(build, build.add(pairs_of_b, I64(part * 2 * WIDTH)))
+                for part in range(NUM_VECTORS)
             ]
             for i in range(num_rows):
                 address = build.add(rows_of_a[i], offset_in_a)
                 pair = build.load(build.inttoptr(address, I32.as_pointer()))
                 pair.align = 4
                 numbers = build.bitcast(splat(build, pair), SHORTS)
-                for half in range(2):
-                    n = 2 * i + half
-                    product = _multiply_pairs(build, numbers, columns[half])
+                for part in range(NUM_VECTORS):
+                    n = NUM_VECTORS * i + part
+                    product = _multiply_pairs(build, numbers, columns[part])
                     sums[n] = build.add(sums[n], product)
             offset_in_a = build.add(offset_in_a, I64(4))
             pairs_of_b = build.add(pairs_of_b, I64(2 * PANEL))
@@ -267,39 +275,42 @@ def _tile_int8_function(module: Any, num_rows: int) -> Any:
         return [offset_in_a, pairs_of_b, ahead, *sums]
 
     num_pairs = build.sdiv(k, I64(2))
-    state = [I64(4), build.add(b, I64(4 * PANEL)), ahead, *[no_sum] * len(halves)]
+    state = [I64(4), build.add(b, I64(4 * PANEL)), ahead, *[no_sum] * len(parts)]
     unrolled = build.sdiv(num_pairs, I64(UNROLL))
     state = loop(build, unrolled, state, lambda _index, x: multiply(UNROLL, x))
     rest = build.srem(num_pairs, I64(UNROLL))
     state = loop(build, rest, state, lambda _index, x: multiply(1, x))
 
-    before = _start(build, start, lds, halves)
-    scales = [load(build, build.add(b, I64(32 * half)), FLOAT32) for half in range(2)]
-    for n, (i, half) in enumerate(halves):
-        scale = build.fmul(splat(build, load_one(build, rows_of_a[i])), scales[half])
+    before = _start(build, start, lds, parts)
+    scales = [
+        load(build, build.add(b, I64(VECTOR_BYTES * part)), FLOAT32) for part in range(NUM_VECTORS)
+    ]
+    for n, (i, part) in enumerate(parts):
+        scale = build.fmul(splat(build, load_one(build, rows_of_a[i])), scales[part])
         total = fma(build, build.sitofp(state[3 + n], VECTOR), scale, before[n])
-        store(build, total, build.add(row_address(build, c, ldc, i), I64(32 * half)))
+        store(build, total, build.add(row_address(build, c, ldc, i), I64(VECTOR_BYTES * part)))
     build.ret_void()
     return function
 
 
 def _load_int8(build: Any, address: Any) -> Any:
-    """16 int8 at an address, as int16."""
-    loaded = build.load(build.inttoptr(address, ir.VectorType(ir.IntType(8), 16).as_pointer()))
+    """Pairs of int8 for each lane, as int16."""
+    bytes_type = ir.VectorType(ir.IntType(8), 2 * WIDTH)
+    loaded = build.load(build.inttoptr(address, bytes_type.as_pointer()))
     loaded.align = 1
     return build.sext(loaded, SHORTS)
 
 
 def _multiply_pairs(build: Any, x: Any, y: Any) -> Any:
-    """x[2i] × y[2i] + x[2i + 1] × y[2i + 1], int16 [16] to int32 [8]."""
+    """x[2i] × y[2i] + x[2i + 1] × y[2i + 1], int16 to int32."""
     if platform.machine() in ("x86_64", "AMD64"):
-        name = "llvm.x86.avx2.pmadd.wd"
+        name = "llvm.x86.avx2.pmadd.wd" if WIDTH == 8 else "llvm.x86.avx512.pmaddw.d.512"
         return build.call(declare(build, name, INTEGERS, SHORTS, SHORTS), [x, y])
-    wide = ir.VectorType(I32, 16)
+    wide = ir.VectorType(I32, 2 * WIDTH)
     product = build.mul(build.sext(x, wide), build.sext(y, wide))
     none = ir.Constant(wide, ir.Undefined)
     even, odd = (
-        build.shuffle_vector(product, none, lane_numbers(list(range(first, 16, 2))))
+        build.shuffle_vector(product, none, lane_numbers(list(range(first, 2 * WIDTH, 2))))
         for first in (0, 1)
     )
     return build.add(even, odd)

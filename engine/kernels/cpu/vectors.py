@@ -18,6 +18,8 @@ from engine.kernels.cpu.emit import (
     I64,
     INT8,
     INTEGERS,
+    NUM_VECTORS,
+    VECTOR_BYTES,
     WIDTH,
     branch,
     cap_softly,
@@ -61,10 +63,10 @@ def softmax_row(
         wide_scale, wide_cap = splat(build, scale), splat(build, softcap)
         nothing = splat(build, F32(NOTHING))
         capped = build.fcmp_ordered("!=", softcap, F32(0.0))
-        two_vectors = build.mul(num_panels, I64(2))
+        num_vectors = build.mul(num_panels, I64(NUM_VECTORS))
 
         def find_peak(index: Any, state: list[Any]) -> list[Any]:
-            address = build.add(scores, build.mul(index, I64(32)))
+            address = build.add(scores, build.mul(index, I64(VECTOR_BYTES)))
             score = build.fmul(load(build, address, FLOAT32), wide_scale)
             [score] = branch(build, capped, [score], lambda: [cap_softly(build, score, wide_cap)])
             place = build.add(lanes, splat(build, build.trunc(build.mul(index, I64(WIDTH)), I32)))
@@ -75,12 +77,12 @@ def softmax_row(
             store(build, score, address)
             return [larger(build, state[0], score)]
 
-        [peaks] = loop(build, two_vectors, [nothing], find_peak)
+        [peaks] = loop(build, num_vectors, [nothing], find_peak)
         peak = reduce_lanes(build, peaks, lambda x, y: larger(build, x, y))
         wide_peak = splat(build, peak)
 
         def exponentiate(index: Any, state: list[Any]) -> list[Any]:
-            address = build.add(scores, build.mul(index, I64(32)))
+            address = build.add(scores, build.mul(index, I64(VECTOR_BYTES)))
             score = load(build, address, FLOAT32)
             power = exponential(build, build.fsub(score, wide_peak))
             seen = build.fcmp_unordered("!=", score, nothing)  # a NaN has been seen
@@ -88,7 +90,7 @@ def softmax_row(
             store(build, power, address)
             return [build.fadd(state[0], power)]
 
-        [sums] = loop(build, two_vectors, [zeros()], exponentiate)
+        [sums] = loop(build, num_vectors, [zeros()], exponentiate)
         total = reduce_lanes(build, sums, build.fadd)
         store_one(build, peak, result)
         store_one(build, total, build.add(result, I64(4)))
@@ -110,8 +112,8 @@ def silu_mul_panel(
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         gate, up, out = args
         ones = splat(build, F32(1.0))
-        for half in range(2):
-            at = [build.add(x, I64(32 * half)) for x in (gate, up, out)]
+        for part in range(NUM_VECTORS):
+            at = [build.add(x, I64(VECTOR_BYTES * part)) for x in (gate, up, out)]
             x = load(build, at[0], FLOAT32)
             power = exponential(build, build.fneg(x))
             sigmoid = build.fdiv(x, build.fadd(ones, power))

@@ -9,7 +9,7 @@ from engine.kernels.cpu import MAX_THREADS
 from engine.kernels.cpu.attention import Scores, attend_all, store_token
 from engine.kernels.cpu.attention_plan import AttentionShape, Sequences, plan_attention
 from engine.kernels.cpu.matmul import (
-    GATED_ROWS,
+    ROWS_TOGETHER,
     KINDS,
     multiply,
     multiply_gated,
@@ -111,13 +111,13 @@ def test_products_with_8_bit_weights_do_not_hide_what_is_no_number(draw, broken)
 
 
 def test_gated_products_equal_float64(draw):
-    num_rows, num_inputs, width = GATED_ROWS + 13, 40, 48
+    num_rows, num_inputs, width = ROWS_TOGETHER + 13, 40, 48
     weight, x = torch.randn(2 * width, num_inputs), torch.randn(num_rows, num_inputs)
     x[0] *= 100  # where exp(-gate) leaves float32
     bias = torch.randn(2 * width)
     out = torch.zeros(num_rows, width)
     packed = pack(weight, torch.float32)
-    tiles = np.zeros((WORKERS, 2, GATED_ROWS, 16), np.float32)
+    tiles = np.zeros((WORKERS, 2, ROWS_TOGETHER, 16), np.float32)
     for worker in range(WORKERS):
         multiply_gated(
             x.numpy(), packed.data_ptr(), bias.data_ptr(), out.numpy(), tiles, num_rows, num_inputs,
