@@ -9,8 +9,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from engine.exclusive_bounds import with_fractions
 from engine.reply import CALL, END_CALL, END_THINK, THINK, ToolFormat
+from engine.schema_numbers import with_kept_numbers
 from engine.structured_outputs import BOUNDED_WHITESPACE
 
 # of a schema that stands in a grammar; a schema's own, if it brings any, is put out of force
@@ -35,7 +35,8 @@ def call_grammar(
 ) -> str:
     """A reply of at least one call of these tools, and of exactly one unless `parallel`.
 
-    Bare JSON has one call at most: the templates of such models take no more.
+    Bare JSON has one call at most: the templates of such models take no more. Raises
+    UnkeptNumberError.
     """
 
     def spelled(tag: str) -> str:
@@ -54,7 +55,7 @@ def call_grammar(
         function = tool["function"]
         beginning = json.dumps(f'{{"name": "{function["name"]}", "{key}": ')
         # one without a type would let anything be the arguments
-        parameters = with_fractions(function["parameters"])
+        parameters = with_kept_numbers(function["parameters"])
         schema = {**parameters, "type": "object", "x-guidance": _GUIDANCE}
         lines += [
             f'call{i}: {beginning} arguments{i} "}}"',

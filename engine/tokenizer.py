@@ -21,6 +21,7 @@ from engine.chat_template import ChatTemplate
 from engine.dialect import Dialect
 from engine.reply import END_THINK, MAX_CALLS, THINK, ReplyForm
 from engine.sampling_params import ParameterError
+from engine.schema_numbers import UnkeptNumberError
 from engine.tokenizer_files import TokenizerFiles
 
 # two private-use code points stand for a masked string, see Tokenizer.encode_chat
@@ -181,19 +182,22 @@ class Tokenizer:
         self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], *, parallel: bool
     ) -> dict[str, Any]:
         """The sampling options by which the reply to a chat calls one of these tools; none of them,
-        no options."""
+        no options. Raises ParameterError."""
         tool_format = self.dialect.tool_format
         if not tools:
             return {}
         assert tool_format is not None, "encode_chat takes no tools then"
-        grammar = call_grammar(
-            tools,
-            tool_format=tool_format,
-            tag_tokens=self.dialect.tags & self.dialect.added_tokens,
-            in_thought=self._ends_in_thought(prompt_ids),
-            thinks=self.dialect.thinks,
-            parallel=parallel,
-        )
+        try:
+            grammar = call_grammar(
+                tools,
+                tool_format=tool_format,
+                tag_tokens=self.dialect.tags & self.dialect.added_tokens,
+                in_thought=self._ends_in_thought(prompt_ids),
+                thinks=self.dialect.thinks,
+                parallel=parallel,
+            )
+        except UnkeptNumberError as error:
+            raise ParameterError("tool_choice", f"tool_choice: {error}") from None
         return {"structured_outputs": {"kind": "grammar", "text": grammar, "param": "tool_choice"}}
 
     def _ends_in_thought(self, prompt_ids: Sequence[int]) -> bool:

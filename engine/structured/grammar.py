@@ -15,7 +15,7 @@ from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from engine.exclusive_bounds import with_fractions
+from engine.schema_numbers import with_kept_numbers
 from engine.structured_outputs import StructuredOutputs
 
 STATES_MAX = 20_000  # of a grammar's lexer, 1 to 2 KB each
@@ -89,7 +89,7 @@ def translate(form: StructuredOutputs) -> str:
     try:
         if form.kind == "json":
             source = LLMatcher.grammar_from_json_schema(
-                json.dumps(with_fractions(json.loads(form.text)), ensure_ascii=False),
+                json.dumps(with_kept_numbers(json.loads(form.text)), ensure_ascii=False),
                 # every option, so that none can come in by the schema's x-guidance
                 overrides={
                     "item_separator": ",",

@@ -249,6 +249,16 @@ REFUSED = [
         None,
         "cannot be combined with tool_choice",
     ),
+    (
+        "tagged",
+        {
+            "tool_choice": "required",
+            "tools": [function(parameters={"properties": {"id": {"const": 2**60 + 1}}})],
+        },
+        "tool_choice",
+        None,
+        "const may have numbers of at most 15 digits",
+    ),
     ("plain", {"tool_choice": "required"}, "tools", "no_tool_format", "shows no format"),
     ("tagged", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", None, "only"),
     ("tagged", {"tools": [function("a b")]}, "tools[0].function.name", None, "1 to 64"),

@@ -1,7 +1,9 @@
 """A form's words for llguidance, and where a sequence stands in it."""
 
 import json
+import math
 import random
+from decimal import Decimal
 
 import pytest
 from llguidance import LLParserLimits
@@ -165,6 +167,50 @@ def test_an_exclusive_bound_is_no_number_of_the_form(accepts, bounds, inside, ou
             assert accepts(form("grammar", grammar), said) == wanted, text
 
 
+def test_no_bound_is_passed_by_the_next_number(accepts):
+    """Whatever digits it has: the library reads more than 15 of them as another number's."""
+    rng = random.Random(3)
+    wholes = [1980, -32, *(rng.randint(-(2**31), 2**31) for _ in range(30))]
+    passed = []
+    for bound in wholes:
+        for name, other, sign in (("Minimum", "maximum", 1), ("Maximum", "minimum", -1)):
+            schema = {"type": "number", f"exclusive{name}": bound, other: bound + sign * 0.5}
+            asked = form("json", json.dumps(schema))
+            assert accepts(asked, str(bound + sign * 0.25))
+            passed += [schema] * accepts(asked, str(bound))
+    for bound in [rng.uniform(-1e9, 1e9) for _ in range(30)]:
+        for name, sign in (("minimum", -1), ("maximum", 1)):
+            schema = {"type": "number", name: bound}
+            asked = form("json", json.dumps(schema))
+            assert accepts(asked, str(round(bound) - 2 * sign))
+            passed += [schema] * accepts(asked, repr(math.nextafter(bound, sign * math.inf)))
+    assert not passed
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"minimum": 2**53 + 1}, 2**53 + 10**6, 2**53),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, 10**18, 2**63),
+        ({"maximum": -(2**53) - 1}, -(2**53) - 10**6, -(2**53)),
+    ],
+)
+def test_bounds_of_64_bits_are_kept(accepts, bounds, inside, outside):
+    asked = form("json", json.dumps({"type": "integer", **bounds}))
+    assert accepts(asked, str(inside))
+    assert not accepts(asked, str(outside))
+
+
+def test_a_constant_is_met_by_itself(accepts):
+    rng = random.Random(4)
+    numbers = [0, -0.0, 2**53, -(2**53), 1e-20, 1e15, 123456789012345, 0.1]
+    numbers += [float(f"{rng.uniform(-1, 1):.14e}") for _ in range(20)]
+    for number in numbers:
+        asked = form("json", json.dumps({"enum": ["x", number]}))
+        written = format(Decimal(repr(number)).normalize(), "f")
+        assert accepts(asked, written), number
+
+
 def test_bounds_of_whole_numbers_and_what_only_looks_like_bounds_stay(accepts):
     whole = {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3}
     asked = form("json", json.dumps(whole))
@@ -188,6 +234,11 @@ def test_properties_come_in_the_order_of_the_schema(accepts):
         ("json", '{"type":"string","format":"colour"}', "colour"),
         ("json", '{"type":"strin"}', "strin"),
         ("json", '{"enum":[]}', "empty"),
+        ("json", '{"const":1234567890123456789}', "at most 15 digits.*got 1234567890123456789;"),
+        ("json", '{"items":{"enum":["a",[{"b":0.40973120234374205}]]}}', "enum may have.*0.409731"),
+        ("json", '{"type":"integer","enum":[1,1e20]}', "enum .*got 1e[+]20"),
+        ("json", '{"const":1e-40}', "got 1e-40"),
+        ("json", '{"type":"object","minProperties":2}', "minProperties must be at most 1, got 2"),
         ("json", '{"$ref":"https://elsewhere.example/schema"}', "not present"),
         ("json", '{"oneOf":[{"type":"string"},{"minLength":3}]}', "use anyOf"),
         ("json", '{"oneOf":[{"type":"null"},{}],"x-guidance":{"coerce_one_of":true}}', "use anyOf"),
