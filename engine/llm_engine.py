@@ -22,7 +22,7 @@ from engine.detokenizer import Detokenizer
 from engine.model_runner import ModelRunner, StepResult, max_num_scored_tokens
 from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
-from engine.requests import Request, Sample
+from engine.requests import Request, Sample, check_types
 from engine.sampler import NumericalError
 from engine.sampling_params import (
     ParameterError,
@@ -133,6 +133,7 @@ class LLMEngine:
         goes on behind it. Requests with different salts share no prefix. Raises ParameterError;
         then nothing has changed.
         """
+        check_types(params, priority, cache_salt)
         now = self._clock()
         prompt_ids = self.tokenizer.encode_input(prompt=prompt, messages=messages)
         check_prompt(

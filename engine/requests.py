@@ -7,8 +7,23 @@ from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer
 from engine.outputs import Completion, Delta, RequestOutput, RequestStats, TokenLogprobs
+from engine.parameter_error import ParameterError
 from engine.repetition import LoopDetector
+from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence
+
+
+def check_types(params: object, priority: object, cache_salt: object) -> None:
+    """Of what a program hands over as it likes, and a step relies on. Raises ParameterError."""
+    for name, value, kind in (
+        ("params", params, SamplingParams),
+        ("priority", priority, int),
+        ("cache_salt", cache_salt, bytes),
+    ):
+        if type(value) is not kind:
+            raise ParameterError(
+                name, f"{name} must be of type {kind.__name__}, got {type(value).__name__}"
+            )
 
 
 @dataclass(slots=True, eq=False)

@@ -105,6 +105,10 @@ class SamplingParams:
         _check_logit_bias(self.logit_bias)
         self._check_allowed_token_ids()
         self._check_scoring()
+        for name, kind in _RECORDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ParameterError(name, f"{name} must be {kind.__name__}, got {_shown(value)}")
         self._check_form()
         self._check_beams()
 
@@ -209,6 +213,10 @@ _ONLY_SAMPLES = (
     "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "prompt_logprobs",
     "repetition_detection", "structured_outputs",
 )  # fmt: skip
+_RECORDS = {
+    "repetition_detection": RepetitionDetection,
+    "structured_outputs": StructuredOutputs,
+}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_k": (0, -1)}
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 OPTION_NAMES = frozenset(field.name for field in fields(SamplingParams))

@@ -143,6 +143,12 @@ def test_a_prompt_may_be_text_ids_or_messages(engine_of, tokenizer):
         ({"prompt": "x", "generated": [[10**6]]}, "generated"),
         ({"prompt": "x", "generated": [[1], [1]]}, "generated"),
         ({"prompt": "x", "request_id": "here"}, "request_id"),
+        ({"prompt": "x", "params": {"max_tokens": 3}}, "params"),
+        ({"prompt": "x", "params": None}, "params"),
+        ({"prompt": "x", "priority": None}, "priority"),
+        ({"prompt": "x", "priority": float("nan")}, "priority"),
+        ({"prompt": "x" * 20, "cache_salt": "a"}, "cache_salt"),
+        ({"prompt": "x" * 20, "cache_salt": None}, "cache_salt"),
     ],
     ids=itertools.count(),
 )

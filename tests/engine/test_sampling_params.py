@@ -126,6 +126,9 @@ def test_a_value_on_its_bound_is_taken(field, value):
         ("timeout_s", float("inf"), "(0, 2.592e+06]"),
         ("timeout_s", "5", "number"),
         ("thinking_token_budget", -1, "[0, 2147483647]"),
+        ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}, "RepetitionDetection"),
+        ("structured_outputs", {"kind": "regex", "text": "a"}, "StructuredOutputs"),
+        ("structured_outputs", "a", "StructuredOutputs"),
     ],
 )
 def test_a_value_out_of_bounds_names_its_field_and_bound(field, value, bound):
