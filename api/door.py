@@ -65,9 +65,7 @@ class Door:
         except BodyError as error:
             raise BadRequest(str(error), param=error.param) from None
         except ParameterError as error:
-            param = error.param
-            if param == "prompt" and url == "/v1/chat/completions":
-                param = "messages"  # the prompt of a chat is made of them
+            param = openai.field_of(url, body, error.param)
             raise BadRequest(str(error), param=param, code=error.code) from None
 
     def _check(self, url: str, body: dict[str, Any]) -> Checked:

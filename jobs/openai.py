@@ -97,6 +97,17 @@ def parse(url: str, body: object) -> Generation:
     )
 
 
+def field_of(url: str, body: Mapping[str, Any], param: str) -> str:
+    """The name in this body of what the engine calls `param`."""
+    if url != CHAT:
+        return param
+    if param == "max_tokens" and body.get("max_tokens") is None:
+        return (
+            "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        )
+    return "messages" if param == "prompt" else param  # a chat's prompt is made of them
+
+
 def response_body(
     url: str,
     *,

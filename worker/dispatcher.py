@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from engine.tokenizer import Tokenizer
+from jobs import openai
 from jobs.claims import ClaimedJob, Held, num_tokens
 from jobs.lifecycle import ErrorCode, JobState
 from worker.admission import EngineRoom
@@ -306,7 +307,8 @@ class Dispatcher:
         attempt = self._running(refused.key)
         if attempt is not None:
             code = _ENGINES_CODES.get(refused.code, ErrorCode.INVALID_REQUEST)
-            refusal = Refusal(code, refused.message, param=refused.param)
+            param = openai.field_of(attempt.job.url, attempt.job.body, refused.param)
+            refusal = Refusal(code, refused.message, param=param)
             self._book.finish(attempt, _refused(refusal))
 
     # -- the lease, on its thread

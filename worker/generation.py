@@ -85,14 +85,25 @@ def prepare(
             tools=generation.tool_use.tools,
             variables=generation.template_variables,
         )
-        return _prepare(job_id, generation, token_ids, tokenizer, limits)
+        prompt = _prepare(job_id, generation, token_ids, tokenizer, limits)
     except (BodyError, ParameterError) as error:
+        named = isinstance(error, BodyError)
         raise Refusal(
             ErrorCode.INVALID_REQUEST,
             str(error),
-            param=error.param,
+            param=error.param if named else openai.field_of(url, body, error.param),
             prompt_tokens=len(token_ids),
         ) from None
+    max_tokens = prompt.params.max_tokens
+    if len(token_ids) + max_tokens > limits.kv_tokens:
+        raise Refusal(
+            ErrorCode.EXCEEDS_CAPACITY,
+            f"prompt ({len(token_ids)} tokens) + max_tokens ({max_tokens}) need more than "
+            f"the {limits.kv_tokens} tokens this engine's KV cache holds",
+            param=openai.field_of(url, body, "max_tokens"),
+            prompt_tokens=len(token_ids),
+        )
+    return prompt
 
 
 def _prepare(
@@ -115,14 +126,6 @@ def _prepare(
         room=limits.max_seq_len(generation.options.get("num_beams", 1)),
         max_model_len=limits.max_model_len,
     )
-    if len(token_ids) + params.max_tokens > limits.kv_tokens:
-        raise Refusal(
-            ErrorCode.EXCEEDS_CAPACITY,
-            f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) need more than "
-            f"the {limits.kv_tokens} tokens this engine's KV cache holds",
-            param="max_tokens",
-            prompt_tokens=len(token_ids),
-        )
     return Prompt(
         token_ids=token_ids,
         params=params,

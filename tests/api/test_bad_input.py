@@ -79,6 +79,13 @@ BODIES = [
     (completion(structured_outputs={"choice": []}), "body.structured_outputs.choice", "1 to 1000"),
     (completion(structured_outputs={"json": "{"}), "body.structured_outputs.json", "JSON"),
     (completion(structured_outputs={"regex": "a"}, ignore_eos=True), "body.ignore_eos", "combined"),
+    (
+        chat(max_tokens=None, max_completion_tokens=999),
+        "body.max_completion_tokens",
+        str(MAX_MODEL_LEN),
+    ),
+    (chat(max_tokens=999), "body.max_tokens", str(MAX_MODEL_LEN)),
+    (chat(max_tokens=None, max_completion_tokens=-1), "body.max_completion_tokens", "[0,"),
     (chat(response_format={"type": "xml"}), "body.response_format.type", "json_schema"),
     (
         chat(

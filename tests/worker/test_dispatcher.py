@@ -6,7 +6,7 @@ the real ones, which are tested with them in test_ledger.py, test_engine_process
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -248,6 +248,17 @@ def test_a_job_the_engine_refuses_fails_with_the_engines_words(world, error, cod
     outcome = world.take(Finish).outcome
     assert (outcome.code, outcome.message, outcome.param) == (code, str(error), "n")
     assert error_object(outcome.code, outcome.message)["type"] == kind
+
+
+def test_a_chat_the_engine_refuses_is_told_its_own_field(world):
+    world.receive()
+    url, hello = "/v1/chat/completions", [{"role": "user", "content": "hello"}]
+    body = {"model": "tiny", "messages": hello, "max_completion_tokens": 9}
+    world.take(Claim).answer(replace(job(url=url), body=body), NOW)
+    add = world.take(Add)
+    error = CapacityError("max_tokens", "model takes", 9, 8)
+    world.step(refused=[refused(add.key, error)])
+    assert world.take(Finish).outcome.param == "max_completion_tokens"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from worker.prompt import Prompt
 LIMITS = Limits(max_model_len=512, kv_tokens=4096)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+LONG = [{"role": "user", "content": "hello" * 600}]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,20 @@ def test_a_form_reaches_the_engine_with_the_field_it_came_in(prepared):
         (COMPLETIONS, {"prompt": "x", "n": 0}, ErrorCode.INVALID_REQUEST, "n"),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 512}, ErrorCode.INVALID_REQUEST, "max_tokens"),
         (CHAT, {"messages": []}, ErrorCode.INVALID_REQUEST, "messages"),
+        (CHAT, {"messages": LONG}, ErrorCode.INVALID_REQUEST, "messages"),
+        (CHAT, {"messages": HELLO, "max_tokens": 512}, ErrorCode.INVALID_REQUEST, "max_tokens"),
+        (
+            CHAT,
+            {"messages": HELLO, "max_completion_tokens": 512},
+            ErrorCode.INVALID_REQUEST,
+            "max_completion_tokens",
+        ),
+        (
+            CHAT,
+            {"messages": HELLO, "max_completion_tokens": -1},
+            ErrorCode.INVALID_REQUEST,
+            "max_completion_tokens",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(prepared, url, body, code, param):
@@ -98,6 +113,10 @@ def test_what_fits_the_model_but_not_the_kv_cache_exceeds_its_capacity(prepared)
     with pytest.raises(Refusal) as refused:
         prepared(COMPLETIONS, Limits(max_model_len=512, kv_tokens=64), prompt="x", max_tokens=100)
     assert refused.value.code == ErrorCode.EXCEEDS_CAPACITY
+    small = Limits(max_model_len=512, kv_tokens=64)
+    with pytest.raises(Refusal) as refused:
+        prepared(CHAT, small, messages=HELLO, max_completion_tokens=100)
+    assert refused.value.param == "max_completion_tokens"
 
 
 def ended(*finish_reasons: str, error: str | None = None) -> Ended:
