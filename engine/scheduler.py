@@ -12,13 +12,13 @@ chunked prefill beside decodes; Kwon et al. 2023 (PagedAttention), preemption by
 
 from bisect import insort
 from collections import abc
-from heapq import heappop, heappush
 from itertools import pairwise
 
 from engine.beam_groups import BeamGroup, stalled_sequences
 from engine.beam_search import BeamSearch, Candidates
 from engine.block_manager import BlockManager
 from engine.capacity import check_capacity
+from engine.deadlines import Deadlines
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
 from engine.seats import Seats
 from engine.sequence import COMPLETE, FinishReason, Sequence, SequenceState, rank
@@ -63,7 +63,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by rank
         self._held: dict[str, list[Sequence]] = {}  # samples that wait for sample 0's prompt
         self._beams: dict[str, BeamGroup] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, request)
+        self._deadlines = Deadlines()
         self._ended: list[Sequence] = []  # by us, not yet told of by `update`
         self._num_arrivals = 0
         self._num_blocks_wanted = 0  # at most, by all unfinished sequences, if nothing were shared
@@ -138,7 +138,7 @@ class Scheduler:
             for index in range(params.num_seqs)
         ]
         if deadline is not None:
-            heappush(self._deadlines, (deadline, arrival, request_id))
+            self._deadlines.add(request_id, deadline, arrival)
         self._enter(request_id, sequences)
         return sequences
 
@@ -292,11 +292,8 @@ class Scheduler:
                 self._end_if_complete(sequence)
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, arrival, request_id = heappop(self._deadlines)
-            group = self._requests.get(request_id)
-            if group and group[0].arrival == arrival:  # not a later request under the same id
-                self._ended += self._end_request(request_id, FinishReason.DEADLINE)
+        while (request_id := self._deadlines.pop(now)) is not None:
+            self._ended += self._end_request(request_id, FinishReason.DEADLINE)
 
     def _admit_waiting(self) -> None:
         """Let waiting sequences run, in rank order, while seats, tokens and blocks last.
@@ -383,6 +380,7 @@ class Scheduler:
         group.remove(sequence)
         if not group:
             del self._requests[sequence.request_id]
+            self._deadlines.drop(sequence.request_id)
         self._num_blocks_wanted -= self._seats.num_blocks_at_most(sequence)
         held = self._held.get(sequence.request_id, [])
         if sequence in held:

@@ -162,6 +162,17 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(engine_of, argument
     assert set(run(engine)) == {"here"}
 
 
+def test_requests_that_have_ended_leave_no_deadline_behind(engine_of):
+    engine = engine_of()
+    for index in range(500):
+        engine.add_request(str(index), "the", params(max_tokens=1), deadline_s=1e6)
+        if index % 2:
+            engine.abort(str(index))
+        else:
+            run(engine)
+    assert len(engine._scheduler._deadlines) < 100
+
+
 def test_a_request_larger_than_the_cache_is_refused_with_both_numbers(engine_of):
     engine = engine_of(num_blocks=4)
     with pytest.raises(ParameterError, match=r"is 18 tokens.* 16 at most"):
