@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.reply import CALL, END_CALL, END_THINK, THINK, ToolFormat
+from engine.schema_escapes import allowed_escapes
 from engine.schema_numbers import with_kept_numbers
 from engine.structured_outputs import BOUNDED_WHITESPACE
 
@@ -56,7 +57,8 @@ def call_grammar(
         beginning = json.dumps(f'{{"name": "{function["name"]}", "{key}": ')
         # one without a type would let anything be the arguments
         parameters = with_kept_numbers(function["parameters"])
-        schema = {**parameters, "type": "object", "x-guidance": _GUIDANCE}
+        guidance = _GUIDANCE | {"json_allowed_escapes": allowed_escapes(parameters)}
+        schema = {**parameters, "type": "object", "x-guidance": guidance}
         lines += [
             f'call{i}: {beginning} arguments{i} "}}"',
             f"arguments{i}: %json {json.dumps(schema, ensure_ascii=False)}",

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from engine.schema_escapes import allowed_escapes
 from engine.schema_numbers import with_kept_numbers
 from engine.structured_outputs import StructuredOutputs
 
@@ -88,8 +89,9 @@ def translate(form: StructuredOutputs) -> str:
     """
     try:
         if form.kind == "json":
+            asked = json.loads(form.text)
             source = LLMatcher.grammar_from_json_schema(
-                json.dumps(with_kept_numbers(json.loads(form.text)), ensure_ascii=False),
+                json.dumps(with_kept_numbers(asked), ensure_ascii=False),
                 # every option, so that none can come in by the schema's x-guidance
                 overrides={
                     "item_separator": ",",
@@ -99,6 +101,7 @@ def translate(form: StructuredOutputs) -> str:
                     "coerce_one_of": False,
                     "lenient": False,
                     "json_allow_general_unicode_escapes": False,
+                    "json_allowed_escapes": allowed_escapes(asked),
                 },
             )
             schema = json.loads(source)["grammars"][0]["json_schema"]
