@@ -5,6 +5,7 @@ more than three times. Knows nothing of sampling; the caller tells it when a sto
 """
 
 import codecs
+import string
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,10 +27,14 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,  # the stop string is part of the text
         skip_special_tokens: bool = True,
+        in_form: bool = False,
     ) -> None:
         self.stopped_by: str | None = None
-        stream = _ByteLevelStream if tokenizer.is_byte_level else _WindowStream
-        self._stream: _TextStream = stream(tokenizer, skip_special_tokens)
+        self._stream: _TextStream
+        if tokenizer.is_byte_level:
+            self._stream = _ByteLevelStream(tokenizer, skip_special_tokens)
+        else:
+            self._stream = _WindowStream(tokenizer, skip_special_tokens, in_form=in_form)
         self._stop = stop
         self._include_stop = include_stop
         self._first_chars = frozenset(text[0] for text in stop)
@@ -131,10 +136,10 @@ class _WindowStream:
     characters, since one bad byte makes the decoder give up the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, *, in_form: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._shown: list[int] = []
+        self._shown = _some_text(tokenizer) if in_form else []
         self._waiting: list[int] = []
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -159,6 +164,16 @@ class _WindowStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _some_text(tokenizer: Tokenizer) -> list[int]:
+    """Ids of a letter, to stand before others; none where every letter is spelled in bytes."""
+    for letter in string.ascii_lowercase:
+        token_ids = tokenizer.encode_word(letter)
+        in_bytes = any(_is_byte_token(tokenizer.token(token_id)) for token_id in token_ids)
+        if not in_bytes and tokenizer.decode(token_ids) == letter:
+            return token_ids
+    return []
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -191,10 +206,14 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def text_offsets(
-    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+    in_form: bool = False,
 ) -> list[int]:
     """Where in the ids' text each begins, in characters: a part of one where the whole begins."""
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, in_form=in_form)
     offsets, length = [], 0
     for token_id in token_ids:
         released = detokenizer.add([token_id])

@@ -281,6 +281,7 @@ class LLMEngine:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            in_form=params.structured_outputs is not None,
         )
         detection = params.repetition_detection
         return Sample(sequence, detokenizer, None if detection is None else LoopDetector(detection))

@@ -36,8 +36,10 @@ def logprobs_of(
         return openai_logprobs.chat_logprobs(sample.logprobs, spell)
     skip_special_tokens = prompt.params.skip_special_tokens
 
-    def offsets_in(text: str, token_ids: list[int]) -> list[int]:
-        offsets = text_offsets(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+    def offsets_in(text: str, token_ids: list[int], *, in_form: bool = False) -> list[int]:
+        offsets = text_offsets(
+            tokenizer, token_ids, skip_special_tokens=skip_special_tokens, in_form=in_form
+        )
         return [min(offset, len(text)) for offset in offsets]
 
     places: list[tuple[int, TokenLogprobs | None]] = []
@@ -49,7 +51,8 @@ def logprobs_of(
     generated = [score.token_id for score in sample.logprobs]
     places += zip(generated, sample.logprobs, strict=True)
     start = len(prompt.echo or "")
-    offsets += [start + offset for offset in offsets_in(sample.text, generated)]
+    in_form = prompt.params.structured_outputs is not None
+    offsets += [start + offset for offset in offsets_in(sample.text, generated, in_form=in_form)]
     return openai_logprobs.completion_logprobs(places, offsets, num_top, spell)
 
 
