@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from engine.schema_escapes import allowed_escapes
 from engine.schema_numbers import with_kept_numbers
+from engine.structured.gbnf import plain_gbnf
 from engine.structured_outputs import StructuredOutputs
 
 STATES_MAX = 20_000  # of a grammar's lexer, 1 to 2 KB each
@@ -107,7 +109,8 @@ def translate(form: StructuredOutputs) -> str:
             schema = json.loads(source)["grammars"][0]["json_schema"]
             lark = f"start: %json {json.dumps(schema, ensure_ascii=False)}"
         elif form.kind == "grammar":
-            lark = grammar_from("grammar", form.text)
+            is_lark = is_lark_syntax(form.text)
+            lark = grammar_from("grammar", form.text if is_lark else plain_gbnf(form.text))
         else:
             regex = form.text
             if form.kind == "choice":

@@ -251,6 +251,33 @@ def test_a_control_character_of_the_schema_can_be_written(accepts, control):
     assert not accepts(form("json", '{"type":"string"}'), escaped)
 
 
+@pytest.mark.parametrize(
+    ("rule", "inside", "outside"),
+    [
+        (r'"\u00e9ab"', "éab", "\ue9ab"),
+        (r'"\u0041\u0042\U0001F600"', "AB😀", "A"),
+        (r'"\\u0041"', r"\u0041", "A"),
+        (r'"\u000ab" "\x0ab"', "\nb\nb", "b"),
+        (r"[\u0041-\u0043\u00e9]+", "ABCé", "D"),
+        (r"[^\u0000-\u001f]+", "a é", "\n"),
+        (r"[\u4e00-\u9fff]+", "日本", "a"),
+        ("[a&&b]+", "a&b", "c"),
+        ("[+--]+", "+,-", "."),
+        ("[--/]+", "-./", "+"),
+        ("[a~~b]+", "~ab", "c"),
+        ("[-a]+", "-a", "b"),
+        ("[a-]+", "a-", "b"),
+        (r"[^&\]\\]", "a", "]"),
+        ('"[a&&b]"', "[a&&b]", "a"),
+        ('[a-c] # [x-z] "\n', "b", "x"),
+    ],
+)
+def test_a_grammar_in_gbnf_means_what_it_says(accepts, rule, inside, outside):
+    asked = form("grammar", f"root ::= {rule}")
+    assert accepts(asked, inside)
+    assert not accepts(asked, outside)
+
+
 def test_properties_come_in_the_order_of_the_schema(accepts):
     asked = form("json", '{"type":"object","properties":{"z":{},"a":{}},"required":["z","a"]}')
     assert accepts(asked, '{"z":1,"a":2}')
