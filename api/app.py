@@ -33,7 +33,7 @@ SQL_TIMEOUT_S = 20.0  # the database's own limits, of about 15 s, come first
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application. Loads the tokenizers; raises by name if a model's folder is unreadable."""
+    """The application. Loads the tokenizers. Raises door.UnreadableModel."""
     services = _wire(settings)
 
     @contextlib.asynccontextmanager

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from api.errors import BadRequest
+from engine.chat_template import ChatTemplateError
 from engine.door import checked_params
 from engine.sampling_params import ParameterError
 from engine.tokenizer import Tokenizer
+from engine.tokenizer_files import TokenizerError
 from jobs import openai
 from jobs.openai_fields import BodyError
 from jobs.settings import Settings
@@ -35,6 +37,10 @@ class ServedModel:
     created: int  # epoch seconds
 
 
+class UnreadableModel(Exception):
+    """A model's folder has no tokenizer or chat template that can be used."""
+
+
 class Door:
     """The served models' tokenizers and limits. Safe to use from several threads."""
 
@@ -44,11 +50,14 @@ class Door:
 
     @classmethod
     def open(cls, settings: Settings) -> "Door":
-        """Loads each model's tokenizer; an unreadable model folder stops the process by name."""
+        """Loads each model's tokenizer. Raises UnreadableModel."""
         models = {}
         for entry in settings.models:
             path = Path(entry.path)
-            tokenizer = Tokenizer.load(path)
+            try:
+                tokenizer = Tokenizer.load(path)
+            except (TokenizerError, ChatTemplateError, OSError) as error:
+                raise UnreadableModel(f"model {entry.name}: {error}") from error
             limit = min(settings.max_model_len or tokenizer.max_model_len, tokenizer.max_model_len)
             models[entry.name] = ServedModel(
                 name=entry.name,

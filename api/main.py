@@ -59,7 +59,10 @@ class Server(uvicorn.Server):
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM, then return. Raises SystemExit if the start fails."""
+    """Serve until SIGINT or SIGTERM, then return.
+
+    Raises door.UnreadableModel, or SystemExit if the start fails otherwise.
+    """
     logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)  # unless it is set up
     server = Server(create_app(settings), settings)
     if threading.current_thread() is threading.main_thread():
@@ -69,7 +72,7 @@ def run(settings: Settings) -> None:
             signal.signal(signal_number, _ignore)
     server.run()
     if not server.started:
-        raise SystemExit(3)
+        raise SystemExit(1)
 
 
 def _ignore(signal_number: int, frame: object) -> None:

@@ -16,10 +16,13 @@ from rich.text import Text
 from cli.addresses import service_url
 from cli.client import Client, ClientError, Job, Refused
 from cli.options import environment
+from jobs import strict_json
 from jobs.settings import Settings
 
 MOST_JOBS_PER_CALL = 1000
 MOST_ERRORS = 20  # lines of a file that are named
+MOST_LEVELS = 31  # of a job: the service takes 32, and they are sent in an array
+MOST_KEY_CHARACTERS = 255
 PIPE_WIDTH = 500  # a pipe has no width: nothing has to be left out there
 GAP = 2  # columns of a terminal between two of a table
 IMPORTANCE = ("status", "custom id", "created", "model", "tokens", "total s")
@@ -38,9 +41,13 @@ url_option = click.option(
 @click.option("--temperature", type=float, help="0 is greedy.")
 @click.option("--priority", type=int, default=0, show_default=True, help="-10 to 10, higher first.")
 @click.option(
-    "--file", "-f", "jobs_file", type=click.File(), help="Jobs as JSON lines; - is stdin."
+    "--file", "-f", "jobs_file", type=click.File("rb"), help="Jobs as JSON lines; - is stdin."
 )
-@click.option("--idempotency-key", help="Repeating a call with the same key submits nothing twice.")
+@click.option(
+    "--idempotency-key",
+    callback=lambda _context, _option, key: _checked_key(key),
+    help="Repeating a call with the same key submits nothing twice.",
+)
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait for the jobs' ends.")
 @click.option("--json", "as_json", is_flag=True, help="Print job objects, one a line.")
 def submit(
@@ -51,7 +58,7 @@ def submit(
     max_tokens: int | None,
     temperature: float | None,
     priority: int,
-    jobs_file: IO[str] | None,
+    jobs_file: IO[bytes] | None,
     idempotency_key: str | None,
     wait: bool,
     as_json: bool,
@@ -172,7 +179,16 @@ def _chat(
     return {"url": "/v1/chat/completions", "body": body, "priority": priority}
 
 
-def _read_lines(file: IO[str]) -> dict[str, dict[str, Any]]:
+def _checked_key(key: str | None) -> str | None:
+    # an empty one, from a variable that is not set, would else protect from nothing
+    if key is not None and not (
+        1 <= len(key) <= MOST_KEY_CHARACTERS and key.isascii() and key.isprintable()
+    ):
+        raise click.BadParameter(f"must be 1 to {MOST_KEY_CHARACTERS} printable ASCII characters")
+    return key
+
+
+def _read_lines(file: IO[bytes]) -> dict[str, dict[str, Any]]:
     """The jobs of a file, each with the words that name its line. Names all lines that are none."""
     jobs, wrong = {}, []
     for number, line in enumerate(file, start=1):
@@ -180,9 +196,9 @@ def _read_lines(file: IO[str]) -> dict[str, dict[str, Any]]:
             continue
         name = f"line {number}: "
         try:
-            job = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            wrong.append(f"{name}not JSON: {error}")
+            job = strict_json.loads(line, max_depth=MOST_LEVELS)
+        except strict_json.JSONError as error:
+            wrong.append(f"{name}{error}")
             continue
         if isinstance(job, dict) and isinstance(job.get("body"), dict):
             jobs[name] = job
@@ -206,11 +222,12 @@ def _submit_all(client: Client, jobs: dict[str, dict[str, Any]], key: str | None
         part_key = f"{key}-{start}" if key and len(jobs) > MOST_JOBS_PER_CALL else key
         try:
             accepted += client.submit([jobs[name] for name in part], key=part_key)
-        except Refused as error:
-            if error.index is None or error.index >= len(part):
-                raise
+        except ClientError as error:
+            reason = str(error)
+            if isinstance(error, Refused) and error.index is not None and error.index < len(part):
+                reason = f"{part[error.index]}{error.reason}"
             before = f"; the {start} jobs before were accepted" if start else ""
-            raise ClientError(f"{part[error.index]}{error.reason}{before}") from None
+            raise ClientError(f"{reason}{before}") from None
     return accepted
 
 

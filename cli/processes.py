@@ -10,6 +10,7 @@ import threading
 
 import click
 
+from cli.addresses import port_holder
 from cli.options import environment, settings_of
 
 
@@ -19,9 +20,15 @@ from cli.options import environment, settings_of
 def api(host: str | None, port: int | None) -> None:
     """Run the HTTP API until SIGTERM."""
     settings = settings_of(environment(host=host, port=port))
+    if (taken := port_holder(settings.host, settings.port)) is not None:
+        raise click.ClickException(taken)
+    from api.door import UnreadableModel
     from api.main import run
 
-    run(settings)
+    try:
+        run(settings)
+    except UnreadableModel as error:
+        raise click.ClickException(str(error)) from None
 
 
 @click.command()

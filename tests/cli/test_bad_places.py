@@ -1,7 +1,9 @@
 """Folders, databases and options that cannot be used: one line that names them, and no trace."""
 
 import os
+import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -236,3 +238,39 @@ def test_the_doctor_says_that_a_file_is_no_folder(tokenmill, tmp_path, monkeypat
     for name in ("file", "file/data"):
         monkeypatch.setenv("TOKENMILL_DATA_DIR", name)
         assert tokenmill("doctor", "--only", "data") == (1, "")
+
+
+def test_an_api_that_cannot_start_says_why_in_its_last_line(tokenmill, tiny_llama_dir, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, stderr = tokenmill("api", "--port", port)
+    assert status == 1
+    said_in_one_line(stderr, f"cannot listen on 127.0.0.1:{port}")
+    status, stderr = tokenmill("api", "--host", "no.such.host.invalid", "--port", 0)
+    assert status == 1
+    said_in_one_line(stderr, "cannot listen on no.such.host.invalid:0")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", None),
+        ("config.json", "{"),
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{"),
+        ("chat_template.jinja", "{% if"),
+    ],
+)
+def test_an_api_names_a_model_that_it_cannot_read(
+    tokenmill, tiny_llama_dir, tmp_path, monkeypatch, file, content
+):
+    folder = shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    monkeypatch.setenv("TOKENMILL_MODELS", f"tiny={folder}")
+    status, stderr = tokenmill("api", "--port", 0)
+    assert status == 1
+    said_in_one_line(stderr, "model tiny: ")

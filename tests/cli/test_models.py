@@ -143,6 +143,22 @@ def test_a_folder_with_weights_only_as_pickle_is_refused(tiny_llama_dir, tmp_pat
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["../x", "..", "a/b", "/x", ".x", "a,b", "a=b", "é", "a b", "a\0"])
+def test_a_name_that_could_not_be_served_is_refused_and_nothing_is_written(
+    name, tiny_llama_dir, tmp_path
+):
+    folder = tmp_path / "deep" / "data"
+    with pytest.raises(FetchError, match="cannot be called"):
+        fetch(str(tiny_llama_dir), folder, name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_source_is_not_the_folder_one_stands_in(tiny_llama_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny_llama_dir)
+    with pytest.raises(UnknownSource, match="no model is named"):
+        fetch("", tmp_path, name="mine")
+
+
 @pytest.mark.parametrize(
     "source", ["no-such-model", "../../no/such/folder", "/no/such/folder", "a/b/c"]
 )
