@@ -5,6 +5,7 @@ still becomes a row, which says why. Only what cannot stand in a row is left out
 """
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from jobs.records import MAX_CUSTOM_ID_BYTES, JobError, NewJob, storable
 from worker.generation import Refusal
 
 MAX_SHOWN = 128  # characters of a url or model that a row or a message repeats
+# how msgspec ends its messages: "… unknown field `foo`", "… got `int` - at `$.url`"
+_FIELD = re.compile(r"(?:field|at) `(?:\$\.)?([^`]{1,128})`$")
 
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,10 +63,19 @@ def read_sent_job(
             metadata=sent.metadata or {},
         )
     except ValueError as error:  # msgspec's, strict_json's and NewJob's own are ValueErrors
-        param = getattr(error, "param", None)
-        refusal = Refusal(ErrorCode.INVALID_REQUEST, str(error), param=param)
+        refusal = Refusal(ErrorCode.INVALID_REQUEST, str(error), param=_param(error))
         return SentJob(new_job=_what_can_stand(job_id, kwargs), refusal=refusal)
     return SentJob(new_job=new_job, refusal=None)
+
+
+def _param(error: ValueError) -> str | None:
+    """The field to change, a body's by its own name as the engine says it."""
+    if isinstance(error, JobError):
+        return error.param
+    if isinstance(error, strict_json.JSONError):
+        return error.path.removeprefix("body.") or None
+    field = _FIELD.search(str(error))
+    return field[1] if field else None
 
 
 def _strict(kwargs: object, max_bytes: int) -> object:

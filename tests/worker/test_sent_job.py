@@ -88,6 +88,38 @@ def test_a_fault_is_named_in_the_refusal_of_a_row_that_can_be_stored(fields, sai
     assert sent.new_job.id == "job_1"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"url": None}, "url"),
+        ({"url": "/v1/nope"}, "url"),
+        ({"body": []}, "body"),
+        ({"priority": True}, "priority"),
+        ({"priority": 11}, "priority"),
+        ({"priority": 2**70}, "priority"),
+        ({"surprise": 1}, "surprise"),
+        ({"metadata": {"k": 1}}, "metadata[...]"),
+        ({"metadata": {"k": "\0"}}, "metadata.k"),
+        ({"body": BODY | {"model": "nope"}}, "model"),
+        ({"body": BODY | {"temperature": float("nan")}}, "temperature"),
+        ({"body": BODY | {"prompt": ["\ud800"]}}, "prompt[0]"),
+        ({"body": BODY | {"\ud800": 1}}, "body"),
+        ({"body": BODY | {"prompt": "x" * 10_000}}, None),
+    ],
+)
+def test_the_field_to_change_is_named_apart_from_the_message(fields, param):
+    refusal = read({"url": "/v1/completions", "body": BODY} | fields).refusal
+    assert refusal is not None
+    assert refusal.param == param
+
+
+@pytest.mark.parametrize(("kwargs", "param"), [({}, "url"), ([], None), ("x", None), (None, None)])
+def test_what_is_no_job_at_all_names_what_is_missing(kwargs, param):
+    refusal = read(kwargs).refusal
+    assert refusal is not None
+    assert refusal.param == param
+
+
 TEXTS = {"k" * 64: "v" * 512}
 DOORS = [
     {},
