@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.limits import limits, milliseconds
-from engine.kernels.cpu.matmul import KINDS, multiply, pack, pack_int8, quantize_row
+from engine.kernels.cpu.matmul import Weights, multiply, pack, pack_int8, quantize_row, stored_as
 from engine.kernels.cpu.workers import Crew
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # [N, K] of a layer's products
@@ -32,12 +32,13 @@ ROUNDS = 5
 
 
 @numba.njit(parallel=True, nogil=True)
-def _multiply(x, weights, outputs, num_rows, num_inputs, kind, num_workers):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # fmt: skip
+def _multiply(x, weights, outputs, num_rows, num_inputs, kind, product, num_workers):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # fmt: skip
     """One product with each of some weights of one shape; as in a step, threads are woken once."""
     for worker in numba.prange(num_workers):
         crew = Crew(worker, num_workers, np.zeros(8, np.int64))
         for i in range(len(weights)):
-            multiply(x, weights[i], 0, outputs, False, num_rows, num_inputs, kind, crew)
+            stored = Weights(kind, product)
+            multiply(x, weights[i], 0, outputs, False, num_rows, num_inputs, stored, crew)
 
 
 def ours(weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int) -> Callable[[], None]:
@@ -56,7 +57,7 @@ def ours(weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int) -> Ca
             x = quantized
         addresses = np.array([layer[place].data_ptr() for layer in packed], np.int64)
         out = np.empty((num_tokens, n), np.float32)
-        calls.append((x, addresses, out, num_tokens, k, KINDS[dtype], torch.get_num_threads()))
+        calls.append((x, addresses, out, num_tokens, k, *stored_as(dtype), torch.get_num_threads()))
 
     def run(_held: object = packed) -> None:
         for call in calls:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu import MAX_THREADS, stack, step
+from engine.kernels.cpu.attention import tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
 from engine.kernels.cpu.emit import PANEL
-from engine.kernels.cpu.matmul import ROWS_TOGETHER, KINDS, pack, pack_int8, padded
+from engine.kernels.cpu.functions import address_of
+from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, pack_int8, padded, stored_as
 from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
@@ -62,6 +64,7 @@ class PackedDecoder:
             block_size=block_size,
             kv_kind=KINDS[kv_dtype],
             kv_bytes=kv_dtype.itemsize,
+            attend_tile=address_of(tile_function(KINDS[kv_dtype])),
         )
         self._held: list[Tensor] = []  # what addresses point to
         self._layers = np.zeros((s.num_layers, stack.NUM_COLUMNS), np.int64)
@@ -140,6 +143,7 @@ class PackedDecoder:
     def _fill_table(self) -> None:
         """What is the same in every step."""
         s, attention, table = self._settings, self._attention, self._table
+        weights = stored_as(self.weight_dtype)
         width = max(attention.num_heads * attention.head_dim, padded(s.hidden_size))
         width = max(width, padded(s.intermediate_size))
         for column, number in {
@@ -148,7 +152,8 @@ class PackedDecoder:
             step.EPS_AND_SCALE: self._numbers.ctypes.data,
             step.HIDDEN_SIZE: s.hidden_size,
             step.MODEL_HEAD_DIM: s.head_dim,
-            step.WEIGHT_KIND: KINDS[self.weight_dtype],
+            step.WEIGHT_KIND: weights.kind,
+            step.PRODUCT: weights.product,
             step.ROTARY_HALF: s.rotary_dim // 2,
             step.HIDDEN_WIDTH: padded(s.hidden_size),
             step.GATED_WIDTH: padded(s.intermediate_size),
@@ -160,6 +165,7 @@ class PackedDecoder:
             step.BLOCK_SIZE: attention.block_size,
             step.KV_KIND: attention.kv_kind,
             step.KV_BYTES: attention.kv_bytes,
+            step.ATTEND_TILE: attention.attend_tile,
         }.items():
             table[column] = number
 
@@ -179,7 +185,7 @@ class PackedDecoder:
                 step.QUANTIZED: table[step.QUANTIZED_WIDTH],
             }.items()
         }
-        self._buffers[step.TILES] = torch.empty((self._num_workers, 2, ROWS_TOGETHER, PANEL))
+        self._buffers[step.TILES] = torch.empty((self._num_workers, ROWS_TOGETHER, 2, PANEL))
         for column, buffer in self._buffers.items():
             table[column] = buffer.data_ptr()
         table[step.NUM_WORKERS] = self._num_workers

@@ -8,10 +8,13 @@ Keys are taken in stretches: a softmax of its own in each, merged in order (Mila
 2018; split as in Dao et al. 2023, Flash-Decoding).
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import cfunc, njit, prange
+from numba.core.ccallback import CFunc
+from numba.np.numpy_support import carray
 
 from engine.kernels.cpu.attention_plan import (
     AHEAD,
@@ -27,17 +30,27 @@ from engine.kernels.cpu.attention_plan import (
     MERGE_END,
     MERGE_FIRST,
     MERGE_HEAD,
+    NUM_PANELS,
     NUM_PIECES,
     PARTIAL,
     SEQUENCE,
     STRETCH,
 )
-from engine.kernels.cpu.emit import PANEL
-from engine.kernels.cpu.tiles import MAX_ROWS, tile, tile_over
-from engine.kernels.cpu.vectors import exp_float, softmax_row, store_number
+from engine.kernels.cpu.emit import PANEL, WIDTH
+from engine.kernels.cpu.functions import call_function
+from engine.kernels.cpu.tiles import (
+    FEW_ROWS,
+    MAX_PANELS,
+    MAX_PANELS_FEW,
+    MAX_ROWS,
+    tile,
+    tile_over,
+)
+from engine.kernels.cpu.vectors import as_integers, exp_float, softmax_row, store_number
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
-FEW_ROWS = 3  # so few wait for memory: values are read whole, block by block, as they lie
+# so few wait for memory: values are read whole, block by block, where no tile is as wide
+WHOLE_ROWS = 3 if WIDTH == 8 else 0
 
 
 class Scores(NamedTuple):
@@ -138,65 +151,90 @@ def cut_up(memory, head_dim):
     )
 
 
-@njit(nogil=True, cache=True)
-def attend_tile(queries, places, base, panels, shape, scores, scratch):
-    """Up to 6 rows over the keys of one stretch that they see, into `scratch.parts`.
-
-    Returns whether they see any. `places` says where each stands in its sequence, `panels` where
-    the stretch's keys lie.
-    """
-    head_dim, kind, rows = shape.head_dim, shape.kv_kind, len(places)
-    end = min(places.max() + 1, base + STRETCH)
-    start = base
-    if scores.window > 0:
-        start = max(base, places.min() + 1 - scores.window)
-    if start >= end:
-        return False
-    low = (start - base) // PANEL
-    high = -(-(end - base) // PANEL)
-    first_key, num_panels = base + PANEL * low, high - low
-    made = scratch.scores.ctypes.data
-    values_at = shape.block_size * head_dim * shape.kv_bytes
-    for p in range(low, high):
-        # past the last keys come the first values
-        ahead = panels[p + AHEAD] if p + AHEAD < high else panels[low] + values_at
-        tile(
-            queries, head_dim, panels[p], PANEL, made + 4 * PANEL * (p - low), STRETCH, 0, 0, ahead,
-            PANEL * shape.kv_bytes, head_dim, rows, kind,
-        )  # fmt: skip
-    for i in range(rows):
-        first_seen = 0
-        if scores.window > 0:
-            first_seen = max(0, places[i] + 1 - scores.window - first_key)
-        softmax_row(
-            made + 4 * STRETCH * i, num_panels, first_seen, places[i] + 1 - first_key, scores.scale,
-            scores.softcap, scratch.parts[i].ctypes.data + 4 * head_dim,
-        )  # fmt: skip
-    # slots past the last key may hold anything: they are not touched
-    weigh_values(made, panels[low:], values_at, end - first_key, rows, shape, scratch)
-    return True
-
-
-@njit(nogil=True, cache=True)
-def weigh_values(weights, panels, values_at, num_keys, rows, shape, scratch):
-    """Weights [rows, keys] × values into `scratch.parts`, in the order of the keys."""
-    head_dim, kind, width = shape.head_dim, shape.kv_kind, shape.head_dim + 2
-    if rows > FEW_ROWS:
-        for d in range(0, head_dim, PANEL):
+@njit(inline="always")
+def weigh_values(weights, panels, values_at, num_keys, rows, head_dim, kv_bytes, parts, kind):
+    """Weights [rows, keys] × values into `parts`, in the order of the keys."""
+    width = head_dim + 2
+    if rows > WHOLE_ROWS:
+        most = MAX_PANELS_FEW if rows <= FEW_ROWS else MAX_PANELS
+        d = 0
+        while d < head_dim:
+            while PANEL * most > head_dim - d:
+                most //= 2
             tile_over(
-                weights, STRETCH, panels.ctypes.data, values_at + d * shape.kv_bytes, head_dim,
-                scratch.parts.ctypes.data + 4 * d, width, AHEAD, num_keys, rows, kind,
+                weights, STRETCH, panels.ctypes.data, values_at + d * kv_bytes, head_dim,
+                parts + 4 * d, width, AHEAD, num_keys, rows, most, kind,
             )  # fmt: skip
+            d += PANEL * most
         return
     for p in range(-(-num_keys // PANEL)):
         count = min(PANEL, num_keys - PANEL * p)
         for d in range(0, head_dim, PANEL):
-            part, at = scratch.parts.ctypes.data + 4 * d, values_at + d * shape.kv_bytes
+            part, at = parts + 4 * d, values_at + d * kv_bytes
             tile(
-                weights + 4 * PANEL * p, STRETCH, panels[p] + at, head_dim, part, width,
-                part if p > 0 else 0, width, panels[p + AHEAD] + at, head_dim * shape.kv_bytes,
-                count, rows, kind,
+                weights + 4 * PANEL * p, STRETCH, panels[p] + at, 0, head_dim, part, width,
+                part if p > 0 else 0, 0, width, panels[p + AHEAD] + at, 0, head_dim * kv_bytes,
+                count, rows, 1, kind,
             )  # fmt: skip
+
+
+@functools.cache
+def tile_function(kind: int) -> CFunc:
+    """How some rows attend to a stretch of keys, for a cache that stores numbers so."""
+
+    @cfunc(
+        "int64(" + 9 * "int64, " + "float32, float32, int64, int64)",
+        cache=True,
+        error_model="numpy",
+    )
+    def attend_tile(
+        queries, places, rows, base, panels, head_dim, values_at, kv_bytes, window, scale,
+        softcap, made, parts,
+    ):  # fmt: skip
+        """Some rows over the keys of one stretch that they see, into `parts` [rows, D + 2].
+
+        Returns whether they see any. All but counts are addresses: `places` says where each row
+        stands in its sequence, `panels` where the stretch's keys lie, `made` [MAX_ROWS, STRETCH] is
+        to work in.
+        """
+        places = carray(as_integers(places), (rows,))
+        panels = carray(as_integers(panels), (NUM_PANELS,))
+        end = min(places.max() + 1, base + STRETCH)
+        start = base
+        if window > 0:
+            start = max(base, places.min() + 1 - window)
+        if start >= end:
+            return 0
+        low = (start - base) // PANEL
+        high = -(-(end - base) // PANEL)
+        first_key = base + PANEL * low
+        for p in range(low, high, MAX_PANELS):
+            ahead = p + AHEAD
+            if ahead < high:
+                first, second = panels[ahead], panels[ahead + 1]
+            else:  # past the last keys come the first values
+                ahead += low - high
+                first, second = panels[ahead] + values_at, panels[ahead + 1] + values_at
+            tile(
+                queries, head_dim, panels[p], panels[p + 1] - panels[p], PANEL,
+                made + 4 * PANEL * (p - low), STRETCH, 0, 0, 0, first, second - first,
+                PANEL * kv_bytes, head_dim, rows, min(MAX_PANELS, high - p), kind,
+            )  # fmt: skip
+        for i in range(rows):
+            first_seen = 0
+            if window > 0:
+                first_seen = max(0, places[i] + 1 - window - first_key)
+            softmax_row(
+                made + 4 * STRETCH * i, high - low, first_seen, places[i] + 1 - first_key, scale,
+                softcap, parts + 4 * ((head_dim + 2) * i + head_dim),
+            )  # fmt: skip
+        # slots past the last key may hold anything: they are not touched
+        weigh_values(
+            made, panels[low:], values_at, end - first_key, rows, head_dim, kv_bytes, parts, kind
+        )
+        return 1
+
+    return attend_tile
 
 
 @njit(nogil=True, cache=True)
@@ -237,10 +275,14 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
         )
         for low in range(0, num_rows, MAX_ROWS):
             high = min(low + MAX_ROWS, num_rows)
-            if attend_tile(
-                scratch.queries[low:].ctypes.data, places[low:high], stretch * STRETCH, panels,
-                shape, scores, scratch,
-            ):  # fmt: skip
+            tile_arguments = (
+                scratch.queries[low:].ctypes.data, places[low:].ctypes.data, high - low,
+                stretch * STRETCH, panels.ctypes.data, head_dim,
+                shape.block_size * head_dim * shape.kv_bytes, shape.kv_bytes,
+                scores.window, scores.scale, scores.softcap, scratch.scores.ctypes.data,
+                scratch.parts.ctypes.data,
+            )  # fmt: skip
+            if call_function(shape.attend_tile, tile_arguments):
                 for i in range(low, high):
                     merge(totals[i], scratch.parts[i - low], head_dim)
     if item[PARTIAL] < 0:

@@ -40,6 +40,7 @@ class AttentionShape(NamedTuple):
     block_size: int  # a multiple of 16
     kv_kind: int  # how the cache stores numbers, see `emit`
     kv_bytes: int  # of a stored number
+    attend_tile: int  # address of `attention.tile_function`'s
 
 
 class Sequences(NamedTuple):

@@ -2,19 +2,34 @@
 
 A weight [N, K] is kept as panels of 16 of its rows, [N / 16, K, 16]: the right-hand sides of tiles,
 read once, in order. Panels are shared out among threads; each takes all rows of its input, some
-rows and panels at a time (after Goto and van de Geijn 2008), so a step reads every weight once. The last panel is filled up with zeros.
+rows and panels at a time (after Goto and van de Geijn 2008), so a step
+reads every weight once. The last panel is filled up with zeros.
 """
+
+import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+from numba import cfunc, njit
+from numba.core.ccallback import CFunc
 from torch import Tensor
 
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
-from engine.kernels.cpu.tiles import MAX_ROWS, tile, tile_int8
+from engine.kernels.cpu.functions import address_of, call_function
+from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile
+from engine.kernels.cpu.tiles_int8 import tile_int8
 from engine.kernels.cpu.vectors import load_float, silu_mul_panel
 from engine.kernels.cpu.workers import share
 from engine.kernels.memory import allocate
+
+
+class Weights(NamedTuple):
+    """How a model's weights are stored, and the function that multiplies by their panels."""
+
+    kind: int  # see `emit`
+    product: int  # address of `_product_function`'s
+
 
 KINDS = {
     torch.float32: FLOAT32,
@@ -24,10 +39,17 @@ KINDS = {
 }
 
 LINES_AHEAD = 1024  # bytes from what a lone tile reads to what it fetches
+SINGLY = 4  # so few rows wait for memory, which comes faster to one panel at a time
 MAX_FETCHING = 16  # tiles that share the fetching of the next panel among them
 # so many rows and panels stay in a core's own cache, while each row meets each panel
 ROWS_TOGETHER = 96
 PANELS_BYTES = 384 << 10
+
+
+def stored_as(dtype: torch.dtype) -> Weights:
+    """Compiles the function if it is not on disk."""
+    kind = KINDS[dtype]
+    return Weights(kind, address_of(_product_function(kind)))
 
 
 def padded(size: int) -> int:
@@ -105,97 +127,121 @@ def quantize_row(x, num_inputs, out):
         numbers[num_inputs] = 0
 
 
+@functools.cache
+def _product_function(kind: int) -> CFunc:
+    """Columns of Y from panels of a weight of one kind."""
+
+    @cfunc("int64(" + 14 * "int64, " + "int64)", cache=True, error_model="numpy")
+    def product(
+        x, ldx, num_rows, panel, apart, num_panels, following, following_apart, y, ldy, start,
+        start_apart, lds, k, size,
+    ):  # fmt: skip
+        """One or two panels' columns of Y = X [rows, k] × panels + start.
+
+        All but counts are addresses, strides in floats, and bytes from the first panel to the
+        second. `start` may be Y itself, which is then added to, or a bias with lds 0, or absent: 0.
+        Meanwhile the panels at `following` are fetched, some of them in each tile; by a lone tile
+        its own.
+        """
+        num_tiles = max(-(-num_rows // MAX_ROWS), 1)
+        steps = -(-k // 2) if kind == INT8 else k
+        pace = -(-size // (num_tiles * steps))
+        if num_tiles == 1:
+            following, following_apart = panel + LINES_AHEAD, apart
+        if num_tiles > MAX_FETCHING or (num_rows == 1 and kind == FLOAT32):
+            # one panel in so many tiles is no matter; one row waits anyway
+            following, following_apart, pace = panel, apart, 0
+        for index in range(num_tiles):
+            row = num_rows * index // num_tiles
+            rows = num_rows * (index + 1) // num_tiles - row
+            left, made, begin = x + 4 * row * ldx, y + 4 * row * ldy, start + 4 * row * lds
+            ahead = following + index * steps * pace
+            if kind == INT8:
+                tile_int8(
+                    left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
+                    following_apart, pace, k + k % 2, rows, num_panels,
+                )  # fmt: skip
+            else:
+                tile(
+                    left, ldx, panel, apart, PANEL, made, ldy, begin, start_apart, lds, ahead,
+                    following_apart, pace, k, rows, num_panels, kind,
+                )  # fmt: skip
+        return 0
+
+    return product
+
+
 @njit(nogil=True, cache=True)
-def panel_product(x, ldx, num_rows, panel, following, y, ldy, start, lds, k, kind):
-    """Y[:, 16] = X [rows, k] × panel + start; all but counts are addresses and strides in floats.
-
-    `start` may be Y itself, which is then added to, or a bias with lds 0, or absent: 0. Meanwhile
-    the panel at `following` is fetched, some of it in each tile; by a lone tile its own panel.
-    """
-    num_tiles = max(-(-num_rows // MAX_ROWS), 1)
-    size, steps = panel_bytes(k, kind), -(-k // 2) if kind == INT8 else k
-    pace = -(-size // (num_tiles * steps))
-    if num_tiles == 1:
-        following = panel + LINES_AHEAD
-    if num_tiles > MAX_FETCHING or (num_rows == 1 and kind == FLOAT32):
-        following, pace = panel, 0  # one panel in so many tiles is no matter; one row waits anyway
-    for index in range(num_tiles):
-        row = num_rows * index // num_tiles
-        rows = num_rows * (index + 1) // num_tiles - row
-        left, made, begin = x + 4 * row * ldx, y + 4 * row * ldy, start + 4 * row * lds
-        ahead = following + index * steps * pace
-        if kind == INT8:
-            tile_int8(left, ldx, panel, made, ldy, begin, lds, ahead, pace, k + k % 2, rows)
-        else:
-            tile(left, ldx, panel, PANEL, made, ldy, begin, lds, ahead, pace, k, rows, kind)
-
-
-@njit(nogil=True, cache=True)
-def multiply(x, weight, bias, y, added, num_rows, num_inputs, kind, crew):
+def multiply(x, weight, bias, y, added, num_rows, num_inputs, weights, crew):
     """One worker's panels of Y = X Wᵀ + bias, or of Y += X Wᵀ + bias where `added` says so.
 
     X and Y are arrays whose first rows count; X as its weight's kind wants it, see `quantize_row`.
     """
     ldx, ldy = x.strides[0] // 4, y.strides[0] // 4
-    size = panel_bytes(num_inputs, kind)
+    size = panel_bytes(num_inputs, weights.kind)
     low, high = share(y.shape[1] // PANEL, crew)
     if added and bias != 0:
         for t in range(num_rows):
             for i in range(PANEL * low, PANEL * high):
                 y[t, i] += load_float(bias + 4 * i)
-    together = max(PANELS_BYTES // size, 1)
+    at_once = MAX_PANELS if num_rows > SINGLY else 1
+    together = max(PANELS_BYTES // (MAX_PANELS * size), 1) * MAX_PANELS
     for first in range(low, high, together):
         end = min(first + together, high)
         for row in range(0, num_rows, ROWS_TOGETHER):
             rows = min(ROWS_TOGETHER, num_rows - row)
-            for p in range(first, end):
+            for p in range(first, end, at_once):
+                num_panels = min(at_once, end - p)
                 made = y.ctypes.data + 4 * (row * ldy + PANEL * p)
                 start, lds = np.int64(0), np.int64(0)
                 if added:
                     start, lds = made, np.int64(ldy)
                 elif bias != 0:
                     start = bias + 4 * PANEL * p
-                following = p + 1
+                following = p + num_panels
                 if following == end and row + rows < num_rows:
                     following = first
-                panel_product(
-                    x.ctypes.data + 4 * row * ldx, ldx, rows, weight + p * size,
-                    weight + following * size, made, ldy, start, lds, num_inputs, kind,
+                product = (
+                    x.ctypes.data + 4 * row * ldx, ldx, rows, weight + p * size, size, num_panels,
+                    weight + following * size, size, made, ldy, start, 4 * PANEL, lds, num_inputs,
+                    size,
                 )  # fmt: skip
+                call_function(weights.product, product)
 
 
 @njit(nogil=True, cache=True)
-def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, kind, crew):
+def multiply_gated(x, weight, bias, out, tiles, num_rows, num_inputs, weights, crew):
     """One worker's panels of silu(X Gᵀ + b) × (X Uᵀ + c)."""
     ldx, ldy = x.strides[0] // 4, out.strides[0] // 4
     num_panels = out.shape[1] // PANEL
-    size = panel_bytes(num_inputs, kind)
-    gate, up = tiles[crew.worker, 0].ctypes.data, tiles[crew.worker, 1].ctypes.data
+    size = panel_bytes(num_inputs, weights.kind)
+    apart = num_panels * size  # a panel of gate and the same of up
+    both = tiles[crew.worker].ctypes.data
     low, high = share(num_panels, crew)
     together = max(PANELS_BYTES // (2 * size), 1)
     for first in range(low, high, together):
         end = min(first + together, high)
         for row in range(0, num_rows, ROWS_TOGETHER):
             rows = min(ROWS_TOGETHER, num_rows - row)
-            at = x.ctypes.data + 4 * row * ldx
+            left = x.ctypes.data + 4 * row * ldx
             for p in range(first, end):
-                gate_panel = weight + p * size
-                up_panel = gate_panel + num_panels * size
-                gate_bias, up_bias = np.int64(0), np.int64(0)
+                start = np.int64(0)
                 if bias != 0:
-                    gate_bias = bias + 4 * PANEL * p
-                    up_bias = gate_bias + 4 * PANEL * num_panels
+                    start = bias + 4 * PANEL * p
                 following = p + 1
                 if following == end and row + rows < num_rows:
                     following = first
-                panel_product(
-                    at, ldx, rows, gate_panel, up_panel, gate, PANEL, gate_bias, 0, num_inputs, kind
-                )
-                panel_product(
-                    at, ldx, rows, up_panel, weight + following * size, up, PANEL, up_bias, 0,
-                    num_inputs, kind,
-                )  # fmt: skip
-                target = out.ctypes.data + 4 * (row * ldy + PANEL * p)
+                for i in range(0, 2, MAX_PANELS):  # gate, up; or both at once
+                    begin = start
+                    if bias != 0:
+                        begin += 4 * PANEL * num_panels * i
+                    product = (
+                        left, ldx, rows, weight + p * size + i * apart, apart, MAX_PANELS,
+                        weight + following * size + i * apart, apart, both + 4 * PANEL * i,
+                        2 * PANEL, begin, 4 * PANEL * num_panels, 0, num_inputs, size,
+                    )  # fmt: skip
+                    call_function(weights.product, product)
+                made = out.ctypes.data + 4 * (row * ldy + PANEL * p)
                 for i in range(rows):
-                    offset = 4 * PANEL * i
-                    silu_mul_panel(gate + offset, up + offset, target + 4 * ldy * i)
+                    gate = both + 4 * 2 * PANEL * i
+                    silu_mul_panel(gate, gate + 4 * PANEL, made + 4 * ldy * i)

@@ -11,7 +11,7 @@ from numba import njit
 
 from engine.kernels.cpu.attention import Scores, attend, store_token
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
-from engine.kernels.cpu.matmul import multiply, multiply_gated, panel_bytes, quantize_row
+from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes, quantize_row
 from engine.kernels.cpu.vectors import load_float, load_number
 from engine.kernels.cpu.workers import share, wait_for_all
 
@@ -27,7 +27,7 @@ class StackShape(NamedTuple):
 
     hidden_size: int
     head_dim: int  # of the model; the attention's is filled up to whole panels
-    weight_kind: int  # how weights are stored, see `emit`
+    weights: Weights
     eps: np.float32
     scale: np.float32  # of attention scores
 
@@ -59,7 +59,7 @@ class Buffers(NamedTuple):
     attended: np.ndarray  # [T, H, D]
     gated: np.ndarray  # [T, intermediate]
     quantized: np.ndarray  # [T, 1 + ⌈largest input / 2⌉], of weights in 8 bits only
-    tiles: np.ndarray  # [num_workers, 2, ROWS_TOGETHER, 16] gate and up of one panel
+    tiles: np.ndarray  # [num_workers, ROWS_TOGETHER, 2, 16] gate and up of one panel
     flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
     flat_attended: np.ndarray  # attended again, [T, H × D]
 
@@ -126,14 +126,14 @@ def norm_share(weight, buffers, num_rows, shape, crew):
     low, high = share(num_rows, crew)
     for t in range(low, high):
         norm_row(buffers.residual[t], weight, shape.eps, buffers.hidden[t], shape.hidden_size)
-        if shape.weight_kind == INT8:
+        if shape.weights.kind == INT8:
             quantize_row(buffers.hidden[t], shape.hidden_size, buffers.quantized[t])
 
 
 @njit(nogil=True, cache=True)
 def left_side(rows, num_rows, buffers, shape, crew, phase):
     """What weights of this kind are multiplied by: the rows, or integers; and the next phase."""
-    if shape.weight_kind != INT8:
+    if shape.weights.kind != INT8:
         return rows, phase
     low, high = share(num_rows, crew)
     for t in range(low, high):
@@ -145,7 +145,7 @@ def left_side(rows, num_rows, buffers, shape, crew, phase):
 @njit(nogil=True, cache=True)
 def normed(buffers, shape):
     """What `norm_share` has made."""
-    return buffers.quantized if shape.weight_kind == INT8 else buffers.hidden
+    return buffers.quantized if shape.weights.kind == INT8 else buffers.hidden
 
 
 @njit(nogil=True, cache=True)
@@ -157,7 +157,7 @@ def attention_half(layer, tokens, sequences, shape, attention, buffers, plan, cu
     wait_for_all(crew, phase)
     multiply(
         normed(buffers, shape), layer[QKV], layer[QKV_BIAS], buffers.flat_heads, False, num_tokens,
-        shape.hidden_size, shape.weight_kind, crew,
+        shape.hidden_size, shape.weights, crew,
     )  # fmt: skip
     wait_for_all(crew, phase + 1)
     low, high = share(num_tokens, crew)
@@ -179,23 +179,31 @@ def attention_half(layer, tokens, sequences, shape, attention, buffers, plan, cu
 @njit(nogil=True, cache=True)
 def feed_forward_half(layer, num_rows, shape, buffers, crew, phase):
     """Project what was attended to, norm, gate and project back; returns the next phase."""
-    kind, residual, attended = shape.weight_kind, buffers.residual, buffers.flat_attended
+    weights, residual, attended = shape.weights, buffers.residual, buffers.flat_attended
     left, phase = left_side(attended, num_rows, buffers, shape, crew, phase)
     multiply(
-        left, layer[OUT], layer[OUT_BIAS], residual, True, num_rows, attended.shape[1], kind, crew
+        left,
+        layer[OUT],
+        layer[OUT_BIAS],
+        residual,
+        True,
+        num_rows,
+        attended.shape[1],
+        weights,
+        crew,
     )
     wait_for_all(crew, phase)
     norm_share(layer[MLP_NORM], buffers, num_rows, shape, crew)
     wait_for_all(crew, phase + 1)
     multiply_gated(
         normed(buffers, shape), layer[GATE_UP], layer[GATE_UP_BIAS], buffers.gated, buffers.tiles,
-        num_rows, shape.hidden_size, kind, crew,
+        num_rows, shape.hidden_size, weights, crew,
     )  # fmt: skip
     wait_for_all(crew, phase + 2)
     left, phase = left_side(buffers.gated, num_rows, buffers, shape, crew, phase + 3)
     multiply(
-        left, layer[DOWN], layer[DOWN_BIAS], residual, True, num_rows, buffers.gated.shape[1], kind,
-        crew,
+        left, layer[DOWN], layer[DOWN_BIAS], residual, True, num_rows, buffers.gated.shape[1],
+        weights, crew,
     )  # fmt: skip
     wait_for_all(crew, phase)
     return phase + 1
@@ -227,11 +235,11 @@ def run_layers(
     layers, ends, tokens, sequences, shape, attention, buffers, plan, cursors, crew, logits
 ):
     """One worker's part of a step, from token ids to logits."""
-    size, kind = shape.hidden_size, shape.weight_kind
+    size, weights = shape.hidden_size, shape.weights
     num_rows = len(tokens.ids)
     low, high = share(num_rows, crew)
     for t in range(low, high):
-        embed_token(tokens.ids[t], ends.embedding, buffers.residual[t], size, kind)
+        embed_token(tokens.ids[t], ends.embedding, buffers.residual[t], size, weights.kind)
     phase = 0
     for i in range(len(layers)):
         phase = attention_half(
@@ -244,4 +252,4 @@ def run_layers(
         phase = feed_forward_half(layers[i], num_rows, shape, buffers, crew, phase)
     norm_share(ends.norm, buffers, num_rows, shape, crew)
     wait_for_all(crew, phase)
-    multiply(normed(buffers, shape), ends.lm_head, 0, logits, False, num_rows, size, kind, crew)
+    multiply(normed(buffers, shape), ends.lm_head, 0, logits, False, num_rows, size, weights, crew)

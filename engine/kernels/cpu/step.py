@@ -18,7 +18,7 @@ from engine.kernels.cpu.attention_plan import (
     Sequences,
 )
 from engine.kernels.cpu.emit import PANEL
-from engine.kernels.cpu.matmul import ROWS_TOGETHER
+from engine.kernels.cpu.matmul import ROWS_TOGETHER, Weights
 from engine.kernels.cpu.stack import NUM_COLUMNS, Buffers, Ends, StackShape, Tokens, run_layers
 from engine.kernels.cpu.vectors import as_floats, as_integers
 from engine.kernels.cpu.workers import Crew, run_by_all
@@ -31,9 +31,10 @@ from engine.kernels.cpu.workers import Crew, run_by_all
     EPS_AND_SCALE, EMBEDDING, NORM, LM_HEAD,
     NUM_WORKERS, NUM_LAYERS, NUM_TOKENS, NUM_WANTED, NUM_SEQUENCES, MAX_BLOCKS, NUM_ITEMS,
     NUM_MERGES, NUM_PIECES, NUM_PARTIALS, SCRATCH_SIZE, HIDDEN_SIZE, MODEL_HEAD_DIM, WEIGHT_KIND,
+    PRODUCT,
     ROTARY_HALF, HIDDEN_WIDTH, GATED_WIDTH, QUANTIZED_WIDTH, VOCAB_WIDTH,
-    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_KIND, KV_BYTES, TABLE_SIZE,
-) = range(57)  # fmt: skip
+    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_KIND, KV_BYTES, ATTEND_TILE, TABLE_SIZE,
+) = range(59)  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -67,7 +68,7 @@ def buffers_of(t):
         floats_3d(t[ATTENDED], rows, t[NUM_HEADS], dim),
         floats(t[GATED], rows, t[GATED_WIDTH]),
         floats(t[QUANTIZED], rows, t[QUANTIZED_WIDTH]),
-        carray(as_floats(t[TILES]), (t[NUM_WORKERS], 2, ROWS_TOGETHER, PANEL)),
+        carray(as_floats(t[TILES]), (t[NUM_WORKERS], ROWS_TOGETHER, 2, PANEL)),
         floats(t[HEADS], rows, num_parts * dim),
         floats(t[ATTENDED], rows, t[NUM_HEADS] * dim),
     )
@@ -87,7 +88,7 @@ def plan_of(t):
     )
 
 
-@cfunc("void(int64, int64)", cache=True)
+@cfunc("int64(int64, int64)", cache=True)
 def work(table, worker):
     """One worker's part of a step."""
     t = carray(as_integers(table), (TABLE_SIZE,))
@@ -109,10 +110,12 @@ def work(table, worker):
             integers(t[SEQ_LENS], num_sequences),
         ),
         StackShape(
-            t[HIDDEN_SIZE], t[MODEL_HEAD_DIM], t[WEIGHT_KIND], numbers[0], numbers[1]
+            t[HIDDEN_SIZE], t[MODEL_HEAD_DIM], Weights(t[WEIGHT_KIND], t[PRODUCT]), numbers[0],
+            numbers[1],
         ),
         AttentionShape(
-            t[NUM_HEADS], t[NUM_KV_HEADS], t[HEAD_DIM], t[BLOCK_SIZE], t[KV_KIND], t[KV_BYTES]
+            t[NUM_HEADS], t[NUM_KV_HEADS], t[HEAD_DIM], t[BLOCK_SIZE], t[KV_KIND], t[KV_BYTES],
+            t[ATTEND_TILE],
         ),
         buffers_of(t),
         plan_of(t),
@@ -120,6 +123,7 @@ def work(table, worker):
         Crew(worker, t[NUM_WORKERS], integers(t[MEETING], 8)),
         floats(t[LOGITS], t[NUM_WANTED], t[VOCAB_WIDTH]),
     )  # fmt: skip
+    return 0
 
 
 def run_step(table: np.ndarray) -> None:

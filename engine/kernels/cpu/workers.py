@@ -15,6 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from engine.kernels.cpu.emit import I32, I64, declare
+from engine.kernels.cpu.functions import call_function
 
 SPINS = 4000  # before a core is yielded: some tens of microseconds
 PATIENCE = 3_000_000  # yields, some seconds, when it is tried whether threads run side by side
@@ -56,7 +57,7 @@ def wait_for_all(crew, phase):
 def run_by_all(function, table, num_workers):
     """Have each worker call `function(table, worker)`, a C function by its address."""
     for worker in prange(num_workers):
-        call(function, table, worker)
+        call_function(function, (table, np.int64(worker)))
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -117,19 +118,6 @@ def yield_core(context: Any) -> Any:
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         build.call(declare(build, "sched_yield", I32), [])
-        return _context.get_dummy_value()
-
-    return signature, emit
-
-
-@intrinsic
-def call(context: Any, function: Any, table: Any, worker: Any) -> Any:
-    """Call a C function of two int64 by its address."""
-    signature = types.void(types.int64, types.int64, types.int64)
-
-    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
-        build.call(build.inttoptr(args[0], kind.as_pointer()), args[1:])
         return _context.get_dummy_value()
 
     return signature, emit

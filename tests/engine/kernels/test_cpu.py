@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from engine.kernels.cpu import MAX_THREADS
-from engine.kernels.cpu.attention import Scores, attend_all, store_token
+from engine.kernels.cpu.attention import Scores, attend_all, store_token, tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Sequences, plan_attention
 from engine.kernels.cpu.matmul import (
-    ROWS_TOGETHER,
     KINDS,
+    ROWS_TOGETHER,
     multiply,
     multiply_gated,
     pack,
     pack_int8,
     quantize_row,
+    stored_as,
 )
 from engine.kernels.cpu.stack import norm_row
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
@@ -56,7 +57,7 @@ def product(x, packed, out, dtype=torch.float32, *, bias=None, added=False, work
     for worker in range(workers):
         multiply(
             left, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.numpy(), added,
-            num_rows, num_inputs, KINDS[dtype], Crew(worker, workers, NO_MEETING),
+            num_rows, num_inputs, stored_as(dtype), Crew(worker, workers, NO_MEETING),
         )  # fmt: skip
     return out
 
@@ -117,11 +118,11 @@ def test_gated_products_equal_float64(draw):
     bias = torch.randn(2 * width)
     out = torch.zeros(num_rows, width)
     packed = pack(weight, torch.float32)
-    tiles = np.zeros((WORKERS, 2, ROWS_TOGETHER, 16), np.float32)
+    tiles = np.zeros((WORKERS, ROWS_TOGETHER, 2, 16), np.float32)
     for worker in range(WORKERS):
         multiply_gated(
             x.numpy(), packed.data_ptr(), bias.data_ptr(), out.numpy(), tiles, num_rows, num_inputs,
-            KINDS[torch.float32], Crew(worker, WORKERS, NO_MEETING),
+            stored_as(torch.float32), Crew(worker, WORKERS, NO_MEETING),
         )  # fmt: skip
     expected = oracle.silu_mul(x.double() @ weight.double().T + bias.double())
     torch.testing.assert_close(out[1:].double(), expected[1:], atol=1e-4, rtol=1e-5)
@@ -170,7 +171,10 @@ class Case:
     def __init__(self, query_lens, seq_lens, *, shape, dtype, seed):
         torch.manual_seed(seed)
         heads, kv_heads, dim, block_size = shape
-        self.shape = AttentionShape(heads, kv_heads, dim, block_size, KINDS[dtype], dtype.itemsize)
+        kind = KINDS[dtype]
+        self.shape = AttentionShape(
+            heads, kv_heads, dim, block_size, kind, dtype.itemsize, tile_function(kind).address
+        )
         counts = [-(-length // block_size) for length in seq_lens]
         order = torch.randperm(sum(counts) + 3).split([*counts, 3])
         self.tables = np.full((len(seq_lens), max(counts) + 1), 2**31 - 1, np.int64)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.cpu.draw import gumbel_argmax, promising
+from engine.kernels.cpu.emit import WIDTH
 from engine.kernels.philox import philox_4x32_10
 from engine.sampler import SampledRow, sample
 from engine.sampling_params import SamplingParams
@@ -49,10 +50,11 @@ def test_the_bound_of_noise_is_none_too_low_and_hardly_too_high():
     nothing = np.zeros(1, np.uint64)
     word = philox_4x32_10((tokens, nothing, nothing, nothing), (nothing, nothing))[0]
     noise = -np.log(-np.log((word.astype(np.float64) + 0.5) * 2.0**-32))
-    flat = np.zeros(8, np.float32)
+    flat = np.zeros(WIDTH, np.float32)
     for bar in (2.0, 4.0, 9.0, float(noise.max()) - 1e-4):
-        found = [_promising(flat, bar, first) for first in range(0, len(tokens), 8)]
-        bits = np.unpackbits(np.array(found, np.uint8), bitorder="little").astype(bool)
+        found = [_promising(flat, bar, first) for first in range(0, len(tokens), WIDTH)]
+        lanes = np.arange(WIDTH, dtype=np.int64)
+        bits = (np.array(found, np.int64)[:, None] >> lanes & 1).astype(bool).reshape(-1)
         assert bits[noise > bar].all()
         # right to a factor of 2 in 1 - u, and -log u is another 0.37 where u is a half
         assert not bits[noise < bar - 1.8].any()
