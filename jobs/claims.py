@@ -212,7 +212,6 @@ def release(
         "fence": jobs.c.fence + 1,
         "worker_id": None,
         "published_at": None,
-        "started_at": None,
     }
     if crashed:
         poisoned = jobs.c.crash_count + 1 >= max_crashes
@@ -226,7 +225,7 @@ def release(
             ),
         }
     else:
-        values |= {"attempt": jobs.c.attempt - 1, "state": JobState.QUEUED}
+        values |= {"attempt": jobs.c.attempt - 1, "state": JobState.QUEUED, "started_at": None}
     released = connection.execute(
         update(jobs)
         .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
@@ -285,7 +284,9 @@ def ending(*endings: tuple[Any, ErrorCode, str], now: float) -> dict[str, Any]:
     return {
         "state": case((fails, JobState.FAILED), else_=JobState.QUEUED),
         "error": case(*errors, else_=null()),
+        "started_at": case((fails, jobs.c.started_at), else_=null()),
         "finished_at": case((fails, now), else_=null()),
+        "finish_reason": case((fails, "error"), else_=null()),
         "checkpoint": case((fails, null()), else_=jobs.c.checkpoint),
         "checkpoint_tokens": case((fails, 0), else_=jobs.c.checkpoint_tokens),
         "wasted_tokens": jobs.c.wasted_tokens + case((fails, jobs.c.checkpoint_tokens), else_=0),

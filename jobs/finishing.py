@@ -70,6 +70,7 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
         fence=result.fence,
         state=JobState.FAILED,
         error=error_object(ErrorCode.UNSTORABLE, f"the result could not be stored ({refused})"),
+        finish_reason="error",
         prompt_tokens=result.prompt_tokens,
         wasted_tokens=result.wasted_tokens + result.completion_tokens,
         first_token_at=result.first_token_at,

@@ -185,7 +185,13 @@ def cancel(connection: Connection, job_id: str, *, now: float) -> JobRecord | No
     row = connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, jobs.c.state.in_(_before(JobState.CANCELLED)))
-        .values(state=JobState.CANCELLED, fence=jobs.c.fence + 1, finished_at=now, **LOST)
+        .values(
+            state=JobState.CANCELLED,
+            fence=jobs.c.fence + 1,
+            finished_at=now,
+            finish_reason="abort",
+            **LOST,
+        )
         .returning(*_RECORD)
     ).one_or_none()
     return get(connection, job_id) if row is None else JobRecord.of(row)

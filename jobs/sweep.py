@@ -47,7 +47,6 @@ def reap(connection: Connection, now: float) -> list[Reaped]:
             fence=jobs.c.fence + 1,
             worker_id=None,
             published_at=None,
-            started_at=None,
             **ending(
                 (spent, ErrorCode.MAX_ATTEMPTS, "the last attempt ended with its worker"), now=now
             ),

@@ -173,6 +173,7 @@ def test_one_bad_result_does_not_sink_its_batch(bench, caplog):
         failed = bench.get(job_id)
         assert (failed.state, failed.output) == (JobState.FAILED, None)
         assert failed.error["code"] == ErrorCode.UNSTORABLE
+        assert failed.finish_reason == "error"
         assert failed.usage["wasted_tokens"] == num_tokens
     assert "cret" not in caplog.text
 
@@ -209,8 +210,10 @@ def test_a_job_that_crashes_too_often_is_poisoned_and_its_neighbour_is_not(bench
         assert bench.get(poison.id).crash_count == crash
     failed = bench.get(poison.id)
     assert failed.error["code"] == ErrorCode.POISONED
-    assert failed.finished_at == NOW
-    assert bench.get(neighbour.id).state == JobState.QUEUED
+    assert (failed.started_at, failed.finished_at) == (NOW, NOW)
+    assert failed.finish_reason == "error"
+    back = bench.get(neighbour.id)
+    assert (back.state, back.started_at, back.finish_reason) == (JobState.QUEUED, None, None)
     assert bench.claim(poison.id) == []
 
 
@@ -218,7 +221,9 @@ def test_a_crash_in_the_last_attempt_fails_the_job(bench):
     (record,) = bench.submit(new_job(max_attempts=1))
     bench.register()
     assert release(bench, *bench.claim(record.id), crashed=True) == {record.id: JobState.FAILED}
-    assert bench.get(record.id).error["code"] == ErrorCode.MAX_ATTEMPTS
+    failed = bench.get(record.id)
+    assert failed.error["code"] == ErrorCode.MAX_ATTEMPTS
+    assert (failed.started_at, failed.finish_reason) == (NOW, "error")
 
 
 def test_a_beat_extends_the_lease_and_tells_what_is_lost(bench):

@@ -163,6 +163,7 @@ def test_cancelling_ends_queued_and_running_jobs_for_good(bench):
     for record in (queued, running):
         cancelled = bench.call(store.cancel, record.id, now=bench.now)
         assert (cancelled.state, cancelled.finished_at) == (JobState.CANCELLED, bench.now)
+        assert cancelled.finish_reason == "abort"
         assert bench.call(store.cancel, record.id, now=bench.now + 1) == cancelled
     assert bench.claim(queued.id) == []
     late = JobResult(

@@ -38,18 +38,22 @@ def test_jobs_of_silent_and_unknown_workers_come_back_and_others_stay(bench):
     assert bench.call(sweep.reap, bench.now) == []
     back = bench.get(silent.id)
     assert (back.state, back.attempt, back.fence) == (JobState.QUEUED, 1, 2)
-    assert (back.worker_id, back.published_at) == (None, None)
+    assert (back.worker_id, back.published_at, back.started_at) == (None, None, None)
     assert bench.get(live.id).state == JobState.RUNNING
 
 
 def test_a_job_reaped_in_its_last_attempt_fails(bench):
     (record,) = bench.submit(new_job(max_attempts=2))
     for expected in (JobState.QUEUED, JobState.FAILED):
+        begun_at = bench.now
         assert len(bench.claim(record.id, worker_id="gone")) == 1
+        bench.now += 7
         assert bench.call(sweep.reap, bench.now) == [Reaped(record.id, MODEL, expected)]
     failed = bench.get(record.id)
     assert failed.error["code"] == ErrorCode.MAX_ATTEMPTS
-    assert failed.finished_at == bench.now
+    assert (failed.started_at, failed.finished_at) == (begun_at, bench.now)
+    assert failed.timings["queue_s"] == begun_at - failed.created_at
+    assert failed.finish_reason == "error"
 
 
 def test_queued_jobs_past_their_deadline_expire(bench):
