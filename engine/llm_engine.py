@@ -232,6 +232,8 @@ class LLMEngine:
 
         Raises ParameterError when a prompt cannot be taken; then none is computed.
         """
+        if isinstance(prompts, str):  # else each of its letters would be a prompt
+            raise ParameterError("prompts", "prompts must be a list of prompts, got a text")
         if self.has_unfinished:
             raise RuntimeError("generate() found other requests in the engine")
         if isinstance(params, SamplingParams):

@@ -10,6 +10,7 @@ error of its row.
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 
@@ -36,6 +37,7 @@ LEARNT_BYTES_PER_S = 50e6
 KNOWN_MASK_S = 0.0002
 MAX_LEARNT_BYTES = STATES_MAX * 1024
 MAX_MESSAGE_CHARS = 300
+_TEMPERATURE = re.compile(r"^[ \t]*\w+\[[^]]*\btemperature[ \t]*=", re.MULTILINE)  # of a Lark rule
 # Where only one text can follow, the library would allow the tokens alone that its own tokenization
 # has of it: not the model's, and special tokens where the text spells one. The last of such lines
 # counts, so that none in a client's grammar is stronger.
@@ -110,6 +112,8 @@ def translate(form: StructuredOutputs) -> str:
             lark = f"start: %json {json.dumps(schema, ensure_ascii=False)}"
         elif form.kind == "grammar":
             is_lark = is_lark_syntax(form.text)
+            if is_lark and _TEMPERATURE.search(form.text):
+                raise GrammarError("a rule's temperature is not supported; it is the job's")
             lark = grammar_from("grammar", form.text if is_lark else plain_gbnf(form.text))
         else:
             regex = form.text

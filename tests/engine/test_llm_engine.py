@@ -461,6 +461,13 @@ def test_generate_takes_all_prompts_or_none(engine_of):
     engine.check()
 
 
+def test_generate_takes_no_text_for_a_list_of_letters(engine_of):
+    engine = engine_of()
+    with pytest.raises(ParameterError, match="a list of prompts"):
+        engine.generate("the", params())
+    assert not engine.has_unfinished
+
+
 def test_few_blocks_change_no_output(engine_of):
     prompts = [[7, i, i, i, i] for i in range(6)]
     options = params(max_tokens=20, ignore_eos=True)

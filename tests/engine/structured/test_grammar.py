@@ -306,6 +306,7 @@ def test_properties_come_in_the_order_of_the_schema(accepts):
         ("regex", "(a)\\1", "backreferences"),
         ("grammar", "garbage", "::="),
         ("grammar", "start: other", "unknown name"),
+        ("grammar", 'start: a\na[max_tokens=3, temperature=0.1]: "a"', "temperature is not supp"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_name(vocabulary, kind, text, message):
