@@ -22,7 +22,7 @@ from jobs.openai_fields import BodyError
 from jobs.openai_tools import ToolCall
 from worker.messages import Ended
 from worker.prompt import Prompt
-from worker.scores import echo_of, logprobs_of, prompt_logprobs_of
+from worker.scores import echo_of, logprobs_of, prompt_logprobs_of, text_of
 
 
 class Refusal(Exception):
@@ -186,7 +186,7 @@ def outcome_of(
     choices = [
         openai.Choice(
             index=sample.index,
-            text=(prompt.echo or "") + reply.content,
+            text=text_of(sample, prompt, reply.content, generated, tokenizer),
             finish_reason=sample.finish_reason,
             logprobs=logprobs_of(sample, ended, prompt, tokenizer, chat=url == openai.CHAT),
             reasoning=reply.reasoning,

@@ -1,9 +1,10 @@
 """Log-probabilities of a job's tokens, and the prompt before its text, for the response."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from engine.detokenizer import text_offsets, token_bytes
+from engine.detokenizer import Detokenizer, text_offsets, token_bytes
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
@@ -22,6 +23,35 @@ def echo_of(
     if isinstance(generation.prompt, str):
         return generation.prompt
     return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+
+
+def text_of(
+    sample: Sample,
+    prompt: Prompt,
+    content: str,
+    generated: Sequence[Sequence[int]],  # ids of each sample, where they are known
+    tokenizer: Tokenizer,
+) -> str:
+    """A choice's text: `content`, behind the prompt if that is echoed."""
+    token_ids = generated[sample.index] if generated else ()
+    return _echo_before(sample, prompt, token_ids, tokenizer) + content
+
+
+def _echo_before(
+    sample: Sample, prompt: Prompt, token_ids: Sequence[int], tokenizer: Tokenizer
+) -> str:
+    """The prompt, with the space in front of the text that some decoders take off it."""
+    if not prompt.echo:
+        return ""
+    has_all = tokenizer.is_byte_level or prompt.params.structured_outputs is not None
+    if has_all or not sample.text:
+        return prompt.echo
+    alone, behind = (
+        Detokenizer(tokenizer, skip_special_tokens=prompt.params.skip_special_tokens, in_form=each)
+        for each in (False, True)
+    )
+    lost = len(behind.add(token_ids) + behind.flush()) - len(alone.add(token_ids) + alone.flush())
+    return prompt.echo + " " * lost
 
 
 def logprobs_of(
@@ -50,7 +80,7 @@ def logprobs_of(
         offsets += offsets_in(prompt.echo, [token_id for token_id, _ in places])
     generated = [score.token_id for score in sample.logprobs]
     places += zip(generated, sample.logprobs, strict=True)
-    start = len(prompt.echo or "")
+    start = len(_echo_before(sample, prompt, generated, tokenizer))
     in_form = prompt.params.structured_outputs is not None
     offsets += [start + offset for offset in offsets_in(sample.text, generated, in_form=in_form)]
     return openai_logprobs.completion_logprobs(places, offsets, num_top, spell)

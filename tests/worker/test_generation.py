@@ -3,9 +3,11 @@
 import pytest
 
 from engine import sampling_params
+from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from jobs.lifecycle import ErrorCode, JobState
+from tests.engine.tokenizers_on_disk import KINDS, write
 from worker.generation import Limits, Refusal, outcome_of, prepare
 from worker.messages import Ended, Sample
 from worker.prompt import Prompt
@@ -166,3 +168,30 @@ def test_the_worst_sample_decides_and_half_an_answer_is_none(outcome, finish_rea
     assert result.state == state
     assert result.output is None
     assert result.code is not None
+
+
+def test_an_echo_keeps_the_space_between_the_prompt_and_the_text(tmp_path):
+    """A decoder of Llama 2's kind takes it off a text that stands alone."""
+    tokenizer = Tokenizer.load(write(tmp_path, KINDS["byte_fallback"]()))
+    body = {"model": "m", "prompt": "the", "echo": True, "logprobs": 0}
+    prompt = prepare("job_1", COMPLETIONS, body, tokenizer, LIMITS)
+    ids = tokenizer.encode_word("the tin")
+    text = tokenizer.decode(ids)
+    assert text == "the tin"
+    scores = [TokenLogprobs(token_id, -1.0, 1, ()) for token_id in ids]
+    sample = Sample(0, text, "length", None, logprobs=scores)
+    before = [None, *(TokenLogprobs(i, -1.0, 1, ()) for i in prompt.token_ids[1:])]
+    end = Ended("job_1:1", [sample], len(prompt.token_ids), 0, len(ids), 12.5, before)
+    outcome = outcome_of(
+        end, prompt, tokenizer, job_id="job_1", url=COMPLETIONS, model="m", created=1.5,
+        generated=[ids],
+    )  # fmt: skip
+    [choice] = outcome.output["choices"]
+    assert choice["text"] == "the the tin"
+    assert choice["logprobs"]["text_offset"][len(prompt.token_ids)] == len("the ")
+    alone = prepare("job_1", COMPLETIONS, body | {"echo": False}, tokenizer, LIMITS)
+    plain = outcome_of(
+        end, alone, tokenizer, job_id="job_1", url=COMPLETIONS, model="m", created=1.5,
+        generated=[ids],
+    )  # fmt: skip
+    assert plain.output["choices"][0]["text"] == "the tin"
