@@ -6,8 +6,10 @@ DatabaseURLError
 """
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,19 @@ _DATABASE_DROPPED = "57P04"
 
 class DatabaseURLError(ValueError):
     """A database URL that is neither SQLite's nor PostgreSQL's. Never repeats a password."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One point of time by the database's clock and by this process's monotonic one."""
+
+    now: float
+    asked_at: float  # monotonic, before the database was asked
+
+    def at(self, monotonic: float) -> float:
+        """An earlier time by the database's clock: between the `now` of the claim it followed and
+        this one, however long the answer took."""
+        return self.now - (self.asked_at - monotonic)
 
 
 class Database:
@@ -94,6 +109,11 @@ class Database:
     def clock(self, connection: Connection) -> float:
         """Seconds since 1970 by the database: the only clock that decides anything."""
         return float(connection.execute(self._clock).scalar_one())
+
+    def moment(self, connection: Connection) -> Moment:
+        """The clock, and the caller's own beside it, read in a transaction that has begun."""
+        asked_at = time.monotonic()
+        return Moment(now=self.clock(connection), asked_at=asked_at)
 
     def dispose(self) -> None:
         self._engine.dispose()

@@ -155,16 +155,15 @@ class LeaseKeeper:
         }
         try:
             with self._database.begin() as connection:
-                now = self._database.clock(connection)
-                elapsed = now - time.monotonic()  # from our monotonic clock to the database's
+                moment = self._database.moment(connection)
                 lost = claims.beat(
                     connection,
                     self._info.id,
-                    now=now,
+                    now=moment.now,
                     lease_s=self._lease_s,
                     stats=stats,
                     checkpoints=holding.checkpoints,
-                    first_tokens={held: elapsed + at for held, at in holding.first_tokens.items()},
+                    first_tokens={held: moment.at(at) for held, at in holding.first_tokens.items()},
                     held=holding.held,
                 )
         except claims.UnknownWorker:

@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from jobs import accounting, claims, finishing, store
 from jobs.accounting import Counted, Wasted
 from jobs.claims import Checkpoint, ClaimedJob, Held
-from jobs.database import Database, transient, trouble
+from jobs.database import Database, Moment, transient, trouble
 from jobs.finishing import JobResult
 from jobs.lifecycle import TERMINAL, JobState, error_object
 from jobs.records import NewJob
@@ -195,8 +195,8 @@ class Ledger:
         for tries in itertools.count():
             try:
                 with self._database.begin() as connection:
-                    now = self._database.clock(connection)
-                    written = self._write(connection, window, now, doubtful=tries > 0)
+                    moment = self._database.moment(connection)
+                    written = self._write(connection, window, moment, doubtful=tries > 0)
             except SQLAlchemyError as error:
                 if not transient(error):
                     raise
@@ -213,7 +213,7 @@ class Ledger:
         raise AssertionError("unreachable")
 
     def _write(
-        self, connection: Connection, window: list[Entry], now: float, *, doubtful: bool
+        self, connection: Connection, window: list[Entry], moment: Moment, *, doubtful: bool
     ) -> _Written:
         """All entries of a window. `doubtful`: an earlier try may have been committed.
 
@@ -221,8 +221,9 @@ class Ledger:
         the window it arrived in has a row to cancel, and never runs.
         """
         written = _Written()
-        self._hand_back(connection, _of(HandBack, window), now, doubtful, written)
-        self._finish(connection, _of(Finish, window), now, doubtful, written)
+        now = moment.now
+        self._hand_back(connection, _of(HandBack, window), moment, doubtful, written)
+        self._finish(connection, _of(Finish, window), moment, doubtful, written)
         new_jobs = [
             entry.new_job
             for entry in window
@@ -235,9 +236,8 @@ class Ledger:
             if record is not None and record.state in TERMINAL:
                 written.ended.append(record.id)
             written.answers.append(cancel.answer)
-        elapsed = _elapsed(now)
         wasted = [
-            Wasted(waste.job_id, waste.tokens, _sql_time(waste.first_token_at, elapsed))
+            Wasted(waste.job_id, waste.tokens, _sql_time(waste.first_token_at, moment))
             for waste in _of(Waste, window)
         ]
         accounting.account_wasted(connection, wasted)
@@ -250,22 +250,21 @@ class Ledger:
         self,
         connection: Connection,
         entries: list[HandBack],
-        now: float,
+        moment: Moment,
         doubtful: bool,
         written: _Written,
     ) -> None:
-        elapsed = _elapsed(now)
         for crashed in (False, True):
             batch = [entry for entry in entries if entry.crashed is crashed]
             states = claims.release(
                 connection,
                 [entry.held for entry in batch],
-                now=now,
+                now=moment.now,
                 crashed=crashed,
                 max_crashes=self._max_crashes,
                 checkpoints={entry.held: entry.checkpoint for entry in batch},
                 first_tokens={
-                    entry.held: elapsed + entry.first_token_at
+                    entry.held: moment.at(entry.first_token_at)
                     for entry in batch
                     if entry.first_token_at is not None
                 },
@@ -277,7 +276,7 @@ class Ledger:
                     Wasted(
                         entry.held.id,
                         entry.unstored_tokens,
-                        _sql_time(entry.first_token_at, elapsed),
+                        _sql_time(entry.first_token_at, moment),
                     )
                     for entry in batch
                     if entry.held not in states
@@ -288,13 +287,12 @@ class Ledger:
         self,
         connection: Connection,
         entries: list[Finish],
-        now: float,
+        moment: Moment,
         doubtful: bool,
         written: _Written,
     ) -> None:
-        elapsed = _elapsed(now)
         accepted = finishing.finish(
-            connection, [_result(entry, elapsed) for entry in entries], now=now
+            connection, [_result(entry, moment) for entry in entries], now=moment.now
         )
         if doubtful:
             refused = [entry.held for entry in entries if entry.held not in accepted]
@@ -351,7 +349,7 @@ def _bind(answer: Callable[..., None], *values: object) -> Callable[[], None]:
     return lambda: answer(*values)
 
 
-def _result(entry: Finish, elapsed: float) -> JobResult:
+def _result(entry: Finish, moment: Moment) -> JobResult:
     outcome = entry.outcome
     succeeded = outcome.state == JobState.SUCCEEDED
     assert succeeded == (outcome.code is None)
@@ -368,14 +366,9 @@ def _result(entry: Finish, elapsed: float) -> JobResult:
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
         wasted_tokens=entry.wasted_tokens,
-        first_token_at=_sql_time(outcome.first_token_at, elapsed),
+        first_token_at=_sql_time(outcome.first_token_at, moment),
     )
 
 
-def _elapsed(now: float) -> float:
-    """From our monotonic clock to the database's."""
-    return now - time.monotonic()
-
-
-def _sql_time(at: float | None, elapsed: float) -> float | None:
-    return None if at is None else elapsed + at
+def _sql_time(at: float | None, moment: Moment) -> float | None:
+    return None if at is None else moment.at(at)

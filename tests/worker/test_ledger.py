@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import Connection, text
@@ -387,3 +388,41 @@ def test_many_rows_share_a_transaction(bench):
     assert bench.ledger.flush().wait(TIMEOUT_S)
     assert {job.id for job, _ in claimed} == set(ids)
     assert len({now for _, now in claimed}) <= 10  # each transaction reads the clock once
+
+
+@pytest.mark.parametrize("end", ["finish", "hand back", "waste"])
+def test_a_first_token_lies_behind_the_claim_however_late_the_database_answers(
+    bench, monkeypatch, end
+):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    held, token_at, late_s = Held(job.id, job.fence), time.monotonic(), [0.0]
+    monotonic, clock = time.monotonic, bench.database.clock
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(late_s))
+
+    def answer_late(connection):
+        now = clock(connection)
+        late_s.append(100.0)  # on its way, or behind others for the processor
+        return now
+
+    monkeypatch.setattr(bench.database, "clock", answer_late)
+    if end == "finish":
+        bench.finish(held, replace(SUCCEEDED, first_token_at=token_at))
+    elif end == "hand back":
+        bench.ask(
+            lambda answer: HandBack(
+                held=held,
+                checkpoint=[[1]],
+                unstored_tokens=1,
+                first_token_at=token_at,
+                crashed=False,
+                answer=answer,
+            )
+        )
+    else:
+        bench.ledger.post(Waste(job_id=job_id, tokens=1, first_token_at=token_at))
+        assert bench.ledger.flush().wait(TIMEOUT_S)
+    row = bench.get(job_id)
+    begun_at = job.created_at if end == "hand back" else row.started_at
+    assert begun_at - 0.001 <= row.first_token_at < begun_at + 60  # SQLite's clock has milliseconds
+    assert row.finished_at is None or row.first_token_at <= row.finished_at
