@@ -21,7 +21,7 @@ from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.matmul import ROWS_TOGETHER, Weights
 from engine.kernels.cpu.stack import NUM_COLUMNS, Buffers, Ends, StackShape, Tokens, run_layers
 from engine.kernels.cpu.vectors import as_floats, as_integers
-from engine.kernels.cpu.workers import Crew, run_by_all
+from engine.kernels.cpu.workers import FAILED, Crew, fetch_add, run_by_all
 
 # columns of the table: addresses of arrays, of two numbers, of weights; then sizes
 (
@@ -88,10 +88,13 @@ def plan_of(t):
     )
 
 
-@cfunc("int64(int64, int64)", cache=True)
-def work(table, worker):
+class KernelError(RuntimeError):
+    """A compiled kernel raised; what its step has computed is worth nothing."""
+
+
+@njit(nogil=True, cache=True)
+def run_part(t, worker):
     """One worker's part of a step."""
-    t = carray(as_integers(table), (TABLE_SIZE,))
     numbers = carray(as_floats(t[EPS_AND_SCALE]), (2,))
     num_tokens, num_sequences = t[NUM_TOKENS], t[NUM_SEQUENCES]
     run_layers(
@@ -123,12 +126,24 @@ def work(table, worker):
         Crew(worker, t[NUM_WORKERS], integers(t[MEETING], 8)),
         floats(t[LOGITS], t[NUM_WANTED], t[VOCAB_WIDTH]),
     )  # fmt: skip
+
+
+@cfunc("int64(int64, int64)", cache=True)
+def work(table, worker):
+    """`run_part`, whose exceptions no caller in C could take: the meeting tells of them."""
+    t = carray(as_integers(table), (TABLE_SIZE,))
+    try:
+        run_part(t, worker)
+    except Exception:  # noqa: BLE001  # all that Numba can catch
+        fetch_add(t[MEETING], FAILED)  # so nobody waits for this worker any more
     return 0
 
 
 def run_step(table: np.ndarray) -> None:
     """One step by all workers, as `table` [TABLE_SIZE] int64 says.
 
-    Changes logits, buffers, and the KV cache through the layers' addresses.
+    Changes logits, buffers, and the KV cache through the layers' addresses. Raises a KernelError.
     """
     run_by_all(work.address, table.ctypes.data, table[NUM_WORKERS])
+    if integers(table[MEETING], 8)[0] >= FAILED:
+        raise KernelError("a compiled kernel failed in this step")

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from engine.kernels.cpu.emit import I32, I64, declare
 from engine.kernels.cpu.functions import call_function
 
+FAILED = 1 << 40  # added to a meeting's count by a worker that fails: more than any phase is due
 SPINS = 4000  # before a core is yielded: some tens of microseconds
 PATIENCE = 3_000_000  # yields, some seconds, when it is tried whether threads run side by side
 

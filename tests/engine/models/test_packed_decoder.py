@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.kernels.cpu import step
 from engine.models.packed_decoder import PackedDecoder
 from engine.step_plan import ScheduledSequence
 from tests.engine.models.checkpoints import write_checkpoint
@@ -74,17 +75,17 @@ def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, quantizatio
     ]
     found = {}
     while len(found) < len(texts):
-        step = []
+        scheduled = []
         for n in draw.sample(range(len(texts)), draw.randint(1, len(texts))):
             sequence, text = sequences[n], texts[n]
             left = len(text) - sequence.num_computed_tokens
             if left:
                 chunk = draw.randint(1, left)
                 sequence.token_ids = text[: sequence.num_computed_tokens + chunk]
-                step.append(ScheduledSequence(sequence, chunk))
-        if not step:
+                scheduled.append(ScheduledSequence(sequence, chunk))
+        if not scheduled:
             continue
-        for row, logits in zip(step, runner.logits(step), strict=True):
+        for row, logits in zip(scheduled, runner.logits(scheduled), strict=True):
             row.sequence.num_computed_tokens += row.num_scheduled_tokens
             if row.sequence.num_tokens == len(texts[row.sequence.seq_id]):
                 found[row.sequence.seq_id] = logits.clone()
@@ -104,3 +105,20 @@ def logits_alone(runner, text):
     sequence = a_sequence(0, list(range(-(-len(text) // 16))))
     sequence.token_ids = list(text)
     return runner.logits([ScheduledSequence(sequence, len(text))])[0].clone()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])  # one is placed by one worker alone
+def test_a_step_in_which_a_kernel_fails_raises_and_ends(tmp_path, num_tokens):
+    """Whichever worker it is: the others do not wait for it, and no logits are handed out."""
+    write_checkpoint("llama", tmp_path)
+    runner = a_runner(tmp_path, block_size=16)
+    text = range(3, 3 + num_tokens)
+    expected = logits_alone(runner, text)
+    table = runner._model._table
+    right = table[step.BLOCK_SIZE]
+    for _ in range(3):
+        table[step.BLOCK_SIZE] = 0  # that a slot is divided by
+        with pytest.raises(step.KernelError, match="failed in this step"):
+            logits_alone(runner, text)
+        table[step.BLOCK_SIZE] = right
+        assert torch.equal(logits_alone(runner, text), expected)

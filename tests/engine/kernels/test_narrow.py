@@ -1,0 +1,40 @@
+"""The kernels of machines with AVX2 alone, on those that have more: for both there is one source."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.cpu.emit import WIDTH
+
+AVX2 = (
+    "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,"
+    "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
+)
+CHECKED = ("test_cpu.py", "test_draw.py")
+
+
+@pytest.mark.skipif(WIDTH == 8, reason="they are what the other tests run on this machine")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="has no AVX2")
+def test_kernels_are_right_in_registers_of_eight_numbers():
+    told = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
+    width = "from engine.kernels.cpu.emit import WIDTH; print(WIDTH)"
+    assert _run(["-c", width], told).stdout == "8\n"
+    folder = Path(__file__).parent
+    files = [str(folder / name) for name in CHECKED]
+    done = _run(["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files], told)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def _run(arguments: list[str], told: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **told},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
