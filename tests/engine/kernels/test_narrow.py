@@ -1,4 +1,4 @@
-"""The kernels of machines with AVX2 alone, on those that have more: for both there is one source."""
+"""The kernels for AVX2 alone, on machines that have more: for both there is one source."""
 
 import os
 import platform
