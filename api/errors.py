@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 RETRY_AFTER_S = 1
 
@@ -114,12 +115,23 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         refusal: ApiError = NotFound(f"no such path: {path}", code="unknown_path")
     elif error.status_code == 405:
-        allowed = headers.get("allow") or headers.get("Allow") or ""
+        allowed = " and ".join(_methods(request))
         refusal = NotFound(f"{method} is not allowed here, only {allowed}", code="method")
         refusal.status = 405
+        headers = {"allow": allowed.replace(" and ", ", ")}
     else:
         refusal = ApiError(str(error.detail))
         refusal.status = error.status_code
         refusal.type = "invalid_request_error" if error.status_code < 500 else "server_error"
     refusal.headers.update(headers)
     return error_response(refusal)
+
+
+def _methods(request: Request) -> list[str]:
+    """What this path takes. The router's own word is the first of its routes alone."""
+    matching = [
+        route.methods or ()
+        for route in request.app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    return sorted({method for methods in matching for method in methods})

@@ -16,11 +16,17 @@ def test_an_unknown_path_is_not_found(sqlite_client):
 
 
 def test_another_method_is_refused_naming_those_allowed(sqlite_client):
-    for path, method in (("/v1/jobs", "DELETE"), ("/v1/models", "POST"), ("/metrics", "PUT")):
+    for path, method, allowed in (
+        ("/v1/jobs", "DELETE", ["GET", "POST"]),
+        ("/v1/jobs/job_1/cancel", "GET", ["POST"]),
+        ("/v1/models", "POST", ["GET"]),
+        ("/metrics", "PUT", ["GET"]),
+    ):
         reply = sqlite_client.request(method, path)
         assert reply.status_code == 405
-        assert reply.headers["allow"]
-        assert method in error_of(reply)["message"]
+        assert reply.headers["allow"] == ", ".join(allowed)
+        only = " and ".join(allowed)
+        assert error_of(reply)["message"] == f"{method} is not allowed here, only {only}"
 
 
 def test_every_reply_has_its_own_id(sqlite_client):
