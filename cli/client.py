@@ -43,7 +43,7 @@ class Refused(ClientError):
         self.reason = message
         if place := re.fullmatch(r"\[(\d+)\]\.?(.*)", param or "", re.DOTALL):
             self.index = int(place[1])
-            self.reason = message.removeprefix(f"job {self.index}: ")
+            self.reason = message.removeprefix(f"job {self.index}: ").removeprefix(f"{param}: ")
             self.reason += f" ({place[2]})" if place[2] else ""
 
 

@@ -154,6 +154,15 @@ def test_a_service_that_cannot_answer_for_a_while_is_waited_for(monkeypatch):
     assert answers == []
 
 
+@pytest.mark.parametrize(
+    "message", ["job 0: n must be 1", "[0].body.n: n must be 1", "n must be 1"]
+)
+def test_the_index_of_the_only_job_is_not_shown(message):
+    with service(lambda path, body: (400, refusal(message, "[0].body.n"))) as url:
+        done = CliRunner().invoke(tokenmill, ["submit", "-p", "hi", "--model", "m", "--url", url])
+    assert (done.exit_code, done.output) == (1, "Error: n must be 1 (body.n)\n")
+
+
 def test_a_job_that_is_gone_is_not_waited_for():
     with (
         service(lambda path, body: (404, refusal("no job"))) as url,
