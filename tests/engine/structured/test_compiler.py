@@ -180,6 +180,7 @@ def test_trials_run_at_a_lower_priority_and_are_few(compiler, monkeypatch):
     assert [each.niceness for each in compiling.LIMITS] == [10, 15, 19]
     own = os.getpriority(os.PRIO_PROCESS, 0)
     monkeypatch.setattr(compiling, "LATER_LIMIT_S", 1.0)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", ANSWER_S)
     compiler.open(regex("a"), (), 1).result(ANSWER_S)
     opened = [compiler.open(form, (), 1) for form in slow_forms(5)]
     seen, most = set(), 0
