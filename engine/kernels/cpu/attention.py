@@ -46,7 +46,14 @@ from engine.kernels.cpu.tiles import (
     tile,
     tile_over,
 )
-from engine.kernels.cpu.vectors import as_integers, exp_float, softmax_row, store_number
+from engine.kernels.cpu.vectors import (
+    as_integers,
+    blend_rows,
+    exp_float,
+    softmax_row,
+    store_number,
+    weigh_row,
+)
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
 # so few wait for memory: values are read whole, block by block, where no tile is as wide
@@ -110,14 +117,13 @@ def merge(total, part, head_dim):
     if part[head_dim + 1] == 0.0:
         return  # nothing seen
     if total[head_dim + 1] == 0.0:
-        for d in range(head_dim + 2):
-            total[d] = part[d]
+        weigh_row(part.ctypes.data, np.float32(1.0), total.ctypes.data, head_dim)
+        total[head_dim], total[head_dim + 1] = part[head_dim], part[head_dim + 1]
         return
     peak = max(total[head_dim], part[head_dim])
     kept = exp_float(total[head_dim] - peak)
     added = exp_float(part[head_dim] - peak)
-    for d in range(head_dim):
-        total[d] = total[d] * kept + part[d] * added
+    blend_rows(total.ctypes.data, kept, part.ctypes.data, added, head_dim)
     total[head_dim] = peak
     total[head_dim + 1] = total[head_dim + 1] * kept + part[head_dim + 1] * added
 
@@ -132,8 +138,7 @@ def finish_row(total, out, head_dim, sinks, h):
         weight = kept / (total[head_dim + 1] * kept + exp_float(sink - peak))
     else:
         weight = np.float32(1.0) / total[head_dim + 1]
-    for d in range(head_dim):
-        out[d] = total[d] * weight
+    weigh_row(total.ctypes.data, weight, out.ctypes.data, head_dim)
 
 
 @njit(nogil=True, cache=True)
@@ -262,8 +267,10 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
         begin, end = sequences.cu_query_lens[n], sequences.cu_query_lens[n + 1]
         for row in range(first_row, item[END_ROW]):
             token, h = row // group, head * group + row % group
-            for d in range(head_dim):
-                scratch.queries[num_rows, d] = query[begin + token, h, d]
+            weigh_row(
+                query[begin + token, h].ctypes.data, np.float32(1.0),
+                scratch.queries[num_rows].ctypes.data, head_dim,
+            )  # fmt: skip
             totals[num_rows, head_dim + 1] = 0.0
             places[num_rows] = sequences.seq_lens[n] - (end - begin) + token
             num_rows += 1

@@ -4,6 +4,7 @@ Each takes addresses (int64, in bytes) and numbers, and becomes straight vector 
 that calls it: a compiler is not trusted to find it by itself.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -24,6 +25,7 @@ from engine.kernels.cpu.emit import (
     branch,
     cap_softly,
     exponential,
+    fma,
     larger,
     load,
     load_one,
@@ -69,11 +71,20 @@ def softmax_row(
             address = build.add(scores, build.mul(index, I64(VECTOR_BYTES)))
             score = build.fmul(load(build, address, FLOAT32), wide_scale)
             [score] = branch(build, capped, [score], lambda: [cap_softly(build, score, wide_cap)])
-            place = build.add(lanes, splat(build, build.trunc(build.mul(index, I64(WIDTH)), I32)))
-            seen = build.and_(
-                build.icmp_signed(">=", place, low), build.icmp_signed("<", place, high)
+            begin = build.mul(index, I64(WIDTH))
+
+            def hide_unseen() -> list[Any]:
+                place = build.add(lanes, splat(build, build.trunc(begin, I32)))
+                seen = build.and_(
+                    build.icmp_signed(">=", place, low), build.icmp_signed("<", place, high)
+                )
+                return [build.select(seen, score, nothing)]
+
+            some_unseen = build.or_(
+                build.icmp_signed("<", begin, first),
+                build.icmp_signed(">", build.add(begin, I64(WIDTH)), end),
             )
-            score = build.select(seen, score, nothing)
+            [score] = branch(build, some_unseen, [score], hide_unseen)
             store(build, score, address)
             return [larger(build, state[0], score)]
 
@@ -121,6 +132,68 @@ def silu_mul_panel(
         return _context.get_dummy_value()
 
     return signature, emit
+
+
+@intrinsic
+def weigh_row(
+    context: Any,
+    source: Any,  # address of float32 [count]
+    weight: Any,  # float32
+    target: Any,  # address of float32 [count], changed
+    count: Any,  # a multiple of 16
+) -> Any:
+    """target = source × weight."""
+    signature = types.void(types.int64, types.float32, types.int64, types.int64)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        source, weight, target, count = args
+        wide = splat(build, weight)
+
+        def weigh(at: Any) -> None:
+            x = load(build, build.add(source, at), FLOAT32)
+            store(build, build.fmul(x, wide), build.add(target, at))
+
+        _for_each_vector(build, count, weigh)
+        return _context.get_dummy_value()
+
+    return signature, emit
+
+
+@intrinsic
+def blend_rows(
+    context: Any,
+    target: Any,  # address of float32 [count], changed
+    kept: Any,  # float32
+    source: Any,  # address of float32 [count]
+    added: Any,  # float32
+    count: Any,  # a multiple of 16
+) -> Any:
+    """target = target × kept + source × added."""
+    signature = types.void(types.int64, types.float32, types.int64, types.float32, types.int64)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        target, kept, source, added, count = args
+        wide_kept, wide_added = splat(build, kept), splat(build, added)
+
+        def blend(at: Any) -> None:
+            x = build.fmul(load(build, build.add(target, at), FLOAT32), wide_kept)
+            y = load(build, build.add(source, at), FLOAT32)
+            store(build, fma(build, y, wide_added, x), build.add(target, at))
+
+        _for_each_vector(build, count, blend)
+        return _context.get_dummy_value()
+
+    return signature, emit
+
+
+def _for_each_vector(build: Any, count: Any, do: Callable[[Any], None]) -> None:
+    """With the bytes at which each begins."""
+
+    def body(index: Any, state: list[Any]) -> list[Any]:
+        do(build.mul(index, I64(VECTOR_BYTES)))
+        return state
+
+    loop(build, build.sdiv(count, I64(WIDTH)), [], body)
 
 
 @intrinsic
