@@ -60,8 +60,6 @@ def softmax_row(
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         scores, num_panels, first, end, scale, softcap, result = args
-        lanes = ir.Constant(INTEGERS, list(range(WIDTH)))
-        low, high = (splat(build, build.trunc(x, I32)) for x in (first, end))
         wide_scale, wide_cap = splat(build, scale), splat(build, softcap)
         nothing = splat(build, F32(NOTHING))
         capped = build.fcmp_ordered("!=", softcap, F32(0.0))
@@ -71,20 +69,7 @@ def softmax_row(
             address = build.add(scores, build.mul(index, I64(VECTOR_BYTES)))
             score = build.fmul(load(build, address, FLOAT32), wide_scale)
             [score] = branch(build, capped, [score], lambda: [cap_softly(build, score, wide_cap)])
-            begin = build.mul(index, I64(WIDTH))
-
-            def hide_unseen() -> list[Any]:
-                place = build.add(lanes, splat(build, build.trunc(begin, I32)))
-                seen = build.and_(
-                    build.icmp_signed(">=", place, low), build.icmp_signed("<", place, high)
-                )
-                return [build.select(seen, score, nothing)]
-
-            some_unseen = build.or_(
-                build.icmp_signed("<", begin, first),
-                build.icmp_signed(">", build.add(begin, I64(WIDTH)), end),
-            )
-            [score] = branch(build, some_unseen, [score], hide_unseen)
+            score = _hide_unseen(build, score, build.mul(index, I64(WIDTH)), first, end)
             store(build, score, address)
             return [larger(build, state[0], score)]
 
@@ -108,6 +93,23 @@ def softmax_row(
         return _context.get_dummy_value()
 
     return signature, emit
+
+
+def _hide_unseen(build: Any, scores: Any, begin: Any, first: Any, end: Any) -> Any:
+    """A vector of scores, of the keys from `begin` on: NOTHING for those not in [first, end)."""
+
+    def hide() -> list[Any]:
+        lanes = ir.Constant(INTEGERS, list(range(WIDTH)))
+        place = build.add(lanes, splat(build, build.trunc(begin, I32)))
+        low, high = (splat(build, build.trunc(x, I32)) for x in (first, end))
+        seen = build.and_(build.icmp_signed(">=", place, low), build.icmp_signed("<", place, high))
+        return [build.select(seen, scores, splat(build, F32(NOTHING)))]
+
+    some_unseen = build.or_(
+        build.icmp_signed("<", begin, first),
+        build.icmp_signed(">", build.add(begin, I64(WIDTH)), end),
+    )
+    return branch(build, some_unseen, [scores], hide)[0]
 
 
 @intrinsic
