@@ -37,11 +37,7 @@ MAX_ROWS = 6 if WIDTH == 8 else 12
 MAX_PANELS = 1 if WIDTH == 8 else 2  # of a tile of so many rows
 MAX_PANELS_FEW = 1 if WIDTH == 8 else 4  # of `tile_over`, of no more than FEW_ROWS
 FEW_ROWS = 6
-
-
-def unrolled(num_sums: int) -> int:
-    """How many rows of B in one go through the loop."""
-    return 4 if num_sums < 12 else 2
+MANY_SUMS = 12  # so many are added to in each step that the loop itself costs little
 
 
 @intrinsic(prefer_literal=True)
@@ -97,11 +93,38 @@ def _sum_up(
     num_panels: int,
     stored: int,
 ) -> list[Any]:
-    """Go through k rows of B, `step` bytes from one to the next.
+    """`sum_up` over k rows of B, stored as the kind says."""
+
+    def columns_at(row: Any) -> list[Any]:
+        offsets = [I64(part * WIDTH * ITEM_BYTES[stored]) for part in range(NUM_VECTORS)]
+        return [load(build, build.add(row, offset), stored) for offset in offsets]
+
+    def number_at(address: Any) -> Any:
+        return splat(build, load_one(build, address))
+
+    def add(total: Any, number: Any, column: Any) -> Any:
+        return fma(build, number, column, total)
+
+    return sum_up(build, left, step, pace, k, state, num_panels, (columns_at, number_at, add))
+
+
+def sum_up(
+    build: Any,
+    left: list[Any],  # addresses of the rows of A
+    step: Any,
+    pace: Any,
+    count: Any,
+    state: list[Any],
+    num_panels: int,
+    how: tuple[Callable[[Any], list[Any]], Callable[[Any], Any], Callable[[Any, Any, Any], Any]],
+) -> list[Any]:
+    """Go through `count` steps of A's columns and B's rows; returns the last state.
 
     The state: bytes into the rows of A, addresses in the panels of B and of what is fetched, the
-    sums.
+    sums. A step is 4 bytes of A, `step` of each panel, and `pace` of what is fetched. `how` loads a
+    row of a panel, loads a number of A into all lanes, and adds their product to a sum.
     """
+    columns_at, number_at, add = how
 
     def multiply(num_each: int, state: list[Any]) -> list[Any]:
         offset_in_a, rest = state[0], state[1:]
@@ -110,23 +133,20 @@ def _sum_up(
         for _ in range(num_each):
             for address in ahead:
                 prefetch(build, address)
-            columns = [
-                load(build, build.add(row, I64(part * WIDTH * ITEM_BYTES[stored])), stored)
-                for row in at
-                for part in range(NUM_VECTORS)
-            ]
+            columns = [column for row in at for column in columns_at(row)]
             for i, row_of_a in enumerate(left):
-                number = splat(build, load_one(build, build.add(row_of_a, offset_in_a)))
+                number = number_at(build.add(row_of_a, offset_in_a))
                 for j, column in enumerate(columns):
                     n = len(columns) * i + j
-                    sums[n] = fma(build, number, column, sums[n])
+                    sums[n] = add(sums[n], number, column)
             offset_in_a = build.add(offset_in_a, I64(4))
             at = [build.add(address, step) for address in at]
             ahead = [build.add(address, pace) for address in ahead]
         return [offset_in_a, *at, *ahead, *sums]
 
-    at_once = unrolled(len(state) - 1 - 2 * num_panels)
-    whole, rest = build.sdiv(k, I64(at_once)), build.srem(k, I64(at_once))
+    num_sums = len(state) - 1 - 2 * num_panels
+    at_once = 4 if num_sums < MANY_SUMS else 2
+    whole, rest = build.sdiv(count, I64(at_once)), build.srem(count, I64(at_once))
     state = loop(build, whole, state, lambda _index, x: multiply(at_once, x))
     return loop(build, rest, state, lambda _index, x: multiply(1, x))
 

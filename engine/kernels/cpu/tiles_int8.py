@@ -22,8 +22,6 @@ from engine.kernels.cpu.emit import (
     lane_numbers,
     load,
     load_one,
-    loop,
-    prefetch,
     row_address,
     splat,
 )
@@ -37,7 +35,7 @@ from engine.kernels.cpu.tiles import (
     rows_and_panels,
     starting_sums,
     store_sums,
-    unrolled,
+    sum_up,
 )
 
 
@@ -91,40 +89,26 @@ def _sum_up(
     build: Any, left: list[Any], right: list[Any], fetched: list[Any], pace: Any, num_pairs: Any
 ) -> list[Any]:
     """Go through the pairs of rows of B; returns the sums, int32."""
+
+    def columns_at(pairs: Any) -> list[Any]:
+        offsets = [I64(part * 2 * WIDTH) for part in range(NUM_VECTORS)]
+        return [_load_int8(build, build.add(pairs, offset)) for offset in offsets]
+
+    def number_at(address: Any) -> Any:
+        pair = build.load(build.inttoptr(address, I32.as_pointer()))
+        pair.align = 4
+        return splat(build, pair)
+
+    def add(total: Any, numbers: Any, column: Any) -> Any:
+        return _add_products(build, total, numbers, column)
+
     num_panels = len(right)
-
-    def multiply(num_each: int, state: list[Any]) -> list[Any]:
-        offset_in_a, rest = state[0], state[1:]
-        at, ahead = rest[:num_panels], rest[num_panels : 2 * num_panels]
-        sums = rest[2 * num_panels :]
-        for _ in range(num_each):
-            for address in ahead:
-                prefetch(build, address)
-            columns = [
-                _load_int8(build, build.add(pairs, I64(part * 2 * WIDTH)))
-                for pairs in at
-                for part in range(NUM_VECTORS)
-            ]
-            for i, row_of_a in enumerate(left):
-                address = build.add(row_of_a, offset_in_a)
-                pair = build.load(build.inttoptr(address, I32.as_pointer()))
-                pair.align = 4
-                numbers = splat(build, pair)
-                for j, column in enumerate(columns):
-                    n = len(columns) * i + j
-                    sums[n] = _add_products(build, sums[n], numbers, column)
-            offset_in_a = build.add(offset_in_a, I64(4))
-            at = [build.add(address, I64(2 * PANEL)) for address in at]
-            ahead = [build.add(address, pace) for address in ahead]
-        return [offset_in_a, *at, *ahead, *sums]
-
     none = ir.Constant(INTEGERS, [0] * WIDTH)
     first = [build.add(address, I64(4 * PANEL)) for address in right]
     state = [I64(4), *first, *fetched, *[none] * (len(left) * num_panels * NUM_VECTORS)]
-    at_once = unrolled(len(left) * num_panels * NUM_VECTORS)
-    whole, rest = build.sdiv(num_pairs, I64(at_once)), build.srem(num_pairs, I64(at_once))
-    state = loop(build, whole, state, lambda _index, x: multiply(at_once, x))
-    return loop(build, rest, state, lambda _index, x: multiply(1, x))[1 + 2 * num_panels :]
+    how = columns_at, number_at, add
+    state = sum_up(build, left, I64(2 * PANEL), pace, num_pairs, state, num_panels, how)
+    return state[1 + 2 * num_panels :]
 
 
 def _load_int8(build: Any, address: Any) -> Any:
