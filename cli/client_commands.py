@@ -250,7 +250,7 @@ def _answer(job: Job) -> str:
 def _show_job(console: Console, job: Job) -> None:
     table = Table(show_header=False)
     for key in ("id", "custom_id", "model", "url", "status", "attempt", "priority"):
-        table.add_row(key, str(job[key]))
+        table.add_row(key, "" if job[key] is None else str(job[key]))
     table.add_row("created", _moment(job["created_at"]))
     for key, value in {**job["usage"], **job["timings"]}.items():
         table.add_row(key, seconds(value) if key.endswith("_s") else str(value))

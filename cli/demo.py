@@ -162,7 +162,7 @@ def _watch(
             ended |= {job["id"]: job for job in newest if job["status"] in ENDED}
             running = sum(job["status"] == "running" for job in newest)
             seqs = stats().get("last_step_seqs", 0)
-            now = f"{running} running, {seqs:.0f} of them in the step just now"
+            now = f"{running} running; a step lately held {seqs:.0f} sequences"
             progress.update(task, completed=len(ended), now=now)
             time.sleep(POLL_S)
         progress.update(task, now="all ended")  # not the last step's few: see the totals

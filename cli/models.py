@@ -151,6 +151,8 @@ def _write_checkpoint(
         report(f"converting {path.name} to safetensors (once)")
         convert(path.resolve(), checkpoint)
         return {"file": str(path.resolve()), "sha256": digest}
+    if path.suffix == ".gguf" and not path.exists():
+        raise UnknownSource(f"{source!r}: there is no such file")
     hub_id = CATALOGUE[source].hub_id if source in CATALOGUE else source
     if hub_id.count("/") != 1 or path.is_absolute() or hub_id.startswith("."):
         raise UnknownSource(

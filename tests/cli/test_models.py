@@ -167,6 +167,12 @@ def test_a_source_that_is_nothing_is_named(source, tmp_path):
         fetch(source, tmp_path)
 
 
+@pytest.mark.parametrize("source", ["model.gguf", "a/model.gguf", "/no/such/model.gguf"])
+def test_a_gguf_file_that_is_not_there_is_no_hub_id(source, tmp_path):
+    with pytest.raises(UnknownSource, match="there is no such file"):
+        fetch(source, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [
