@@ -131,8 +131,11 @@ class Neighbourhood:
     def beside_forms(self, length_s: float) -> Turn:
         return self._turn(length_s, self._forms)
 
-    def answer_times(self, forms: Iterable[StructuredOutputs]) -> dict[str, float]:
-        """Seconds, for each form, until its first token or its refusal; all arrive at once."""
+    def answer_times(self, forms: Iterable[StructuredOutputs]) -> tuple[dict[str, float], Turn]:
+        """Seconds, for each form, until its first token or its refusal; all arrive at once.
+
+        And what the free rows did until the last of them.
+        """
         asked_at = time.monotonic()
         took: dict[str, float] = {}
         waiting: dict[str, str] = {}
@@ -145,15 +148,19 @@ class Neighbourhood:
             except ParameterError:  # known from before to be unusable
                 took[name] = time.monotonic() - asked_at
         self._keep_free()
+        turn, thread_began = Turn(), time.thread_time()
         while waiting:
             for update in self._engine.step():
+                if update.request_id in self.free:
+                    turn.num_tokens += sum(len(delta.token_ids) for delta in update.deltas)
                 told = update.refusal or update.output or any(d.token_ids for d in update.deltas)
                 if told and update.request_id in waiting:
                     took[waiting.pop(update.request_id)] = time.monotonic() - asked_at
                 if update.output is not None:
                     self.free.discard(update.request_id)
             self._keep_free()
-        return took
+        turn.wall_s, turn.thread_s = time.monotonic() - asked_at, time.thread_time() - thread_began
+        return took, turn
 
     def _turn(self, length_s: float, arriving: Iterator[StructuredOutputs | None]) -> Turn:
         turn = Turn()
@@ -232,9 +239,12 @@ def main() -> int:
         rounds.append((alone, others, forms))
         print(_line(rounds[-1:]), f"({forms.num_refused} refused)", flush=True)
     print("median:", _line(rounds))
-    took = rows.answer_times(islice(hostile_forms(args.only, first=10**6), args.at_once))
+    alone = rows.alone(args.turn_s)
+    took, meanwhile = rows.answer_times(islice(hostile_forms(args.only, first=10**6), args.at_once))
     for name, seconds in sorted(took.items(), key=lambda each: each[1]):
         print(f"{seconds:5.2f} s until {name} had a token or a refusal")
+    left = kept([(alone, meanwhile)], lambda turn: turn.by_clock)
+    print(f"meanwhile the free rows kept {left:.2f} of their speed alone, by the clock")
     return 0
 
 

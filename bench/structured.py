@@ -2,7 +2,8 @@
 
 Compiles ordinary and hostile forms with llguidance and, where it is installed, with xgrammar, and
 makes a mask at each token of a text that has the form. Prints milliseconds. Each case runs in a
-process of its own, ended after 20 seconds.
+process of its own, ended after 20 seconds. With `--distinct N` it compiles so many small schemas
+instead, each another one, as an engine does, and prints what their cache holds.
 """
 
 import argparse
@@ -14,6 +15,9 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import psutil
+
+from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar, GrammarError, load_vocabulary, translate
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer
@@ -50,7 +54,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint folder")
     parser.add_argument("--case", nargs=2, metavar=("LIBRARY", "NAME"), help=argparse.SUPPRESS)
+    parser.add_argument("--distinct", type=int, metavar="N")
     args = parser.parse_args()
+    if args.distinct:
+        compile_distinct(args.model, args.distinct)
+        return 0
     if args.case:
         print(run_case(args.model, *args.case))
         return 0
@@ -70,6 +78,29 @@ def main() -> int:
                 outcome = f"not done after {LIMIT_S:g} s"
             print(f"{library:10} {name:14} {outcome}", flush=True)
     return 0
+
+
+def compile_distinct(model: str, count: int) -> None:
+    tokenizer = Tokenizer.load(model)
+    compiler = GrammarCompiler(
+        tokenizer.to_json(), tokenizer.vocab_size, frozenset(tokenizer.eos_token_ids)
+    )
+    process, slowest = psutil.Process(), 0.0
+    for number in range(count):
+        names = [f"{name}{number}" for name in ("id", "name", "tags")]
+        schema = {"type": "object", "properties": {key: {"type": "string"} for key in names}}
+        form = StructuredOutputs(kind="json", text=json.dumps(schema))
+        began = time.perf_counter()
+        compiler.open(form, (), 1).result()
+        slowest = max(slowest, time.perf_counter() - began)
+        if number + 1 in (count // 10, count // 2, count):
+            print(
+                f"{number + 1} schemas: {compiler.num_cached} kept, "
+                f"{compiler.cached_bytes / 2**20:.0f} MiB by the compiler's estimate, "
+                f"{process.memory_info().rss / 2**20:.0f} MiB resident, slowest {slowest:.2f} s",
+                flush=True,
+            )
+    compiler.close()
 
 
 def run_case(model: str, library: str, name: str) -> str:
