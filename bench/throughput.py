@@ -51,11 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{options.workload} has no workload {unknown[0]!r}; it has {known}")
     if not options.model.is_dir():
         sys.exit(f"no model in {options.model}: tokenmill models fetch {options.model.name}")
-    quantized = options.dtype == "int8"
-    kept = {
-        "dtype": "auto" if quantized else options.dtype,
-        "quantization": "int8" if quantized else "none",
-    }
+    kept = {"dtype": options.dtype, "quantization": "none"}
+    if options.dtype.startswith("int8"):
+        _, _, of_cache = options.dtype.partition("+")
+        kept = {"dtype": of_cache or "auto", "quantization": "int8"}
     engine = LLMEngine(EngineConfig(model=str(options.model), num_threads=options.threads, **kept))
     result: dict[str, Any] = {
         "peer": "tokenmill",
@@ -196,7 +195,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="checkpoint folder")
     parser.add_argument(
-        "--dtype", default="float32", help="of weights and KV cache, or int8: of weights alone"
+        "--dtype",
+        default="float32",
+        help="of weights and KV cache; int8: of weights alone, int8+float16: and of the KV cache",
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--label", default="", help="free text copied to the result")
