@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
+from engine.outputs import RequestUpdate
 from engine.parameter_error import ParameterError
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputs
@@ -150,15 +151,10 @@ class Neighbourhood:
         self._keep_free()
         turn, thread_began = Turn(), time.thread_time()
         while waiting:
-            for update in self._engine.step():
-                if update.request_id in self.free:
-                    turn.num_tokens += sum(len(delta.token_ids) for delta in update.deltas)
+            for update in self._step(turn):
                 told = update.refusal or update.output or any(d.token_ids for d in update.deltas)
                 if told and update.request_id in waiting:
                     took[waiting.pop(update.request_id)] = time.monotonic() - asked_at
-                if update.output is not None:
-                    self.free.discard(update.request_id)
-            self._keep_free()
         turn.wall_s, turn.thread_s = time.monotonic() - asked_at, time.thread_time() - thread_began
         return took, turn
 
@@ -199,9 +195,10 @@ class Neighbourhood:
         else:
             self._arrived.add(request_id)
 
-    def _step(self, turn: Turn) -> None:
+    def _step(self, turn: Turn) -> list[RequestUpdate]:
         turn.num_steps += 1
-        for update in self._engine.step():
+        updates = self._engine.step()
+        for update in updates:
             num_tokens = sum(len(delta.token_ids) for delta in update.deltas)
             if update.request_id in self.free:
                 turn.num_tokens += num_tokens
@@ -213,6 +210,7 @@ class Neighbourhood:
                 self._arrived.discard(update.request_id)
                 self.free.discard(update.request_id)
         self._keep_free()
+        return updates
 
 
 def kept(pairs: Iterable[tuple[Turn, Turn]], measure: Callable[[Turn], float]) -> float:

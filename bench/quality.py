@@ -29,17 +29,8 @@ KEPT: dict[str, dict[str, Any]] = {
 
 def places(engine: LLMEngine, texts: list[list[int]]) -> Iterator[TokenLogprobs]:
     """Each token but a text's first, as the model sees it, text by text."""
-    for index, text in enumerate(texts):
-        params = SamplingParams(max_tokens=0, prompt_logprobs=1)
-        engine.add_request(str(index), text, params)
-        scored = None
-        while scored is None:
-            for update in engine.step():
-                if update.refusal is not None:
-                    raise update.refusal
-                if update.output is not None:
-                    scored = update.output.prompt_logprobs or ()
-        for place in scored[1:]:
+    for output in engine.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=1)):
+        for place in (output.prompt_logprobs or ())[1:]:
             assert place is not None
             yield place
 

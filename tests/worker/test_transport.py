@@ -1,5 +1,6 @@
 """What a worker's Redis transport does that kombu's does not."""
 
+import contextlib
 import logging
 
 import kombu
@@ -8,15 +9,21 @@ import pytest
 from worker import transport
 
 
+@contextlib.contextmanager
+def unacknowledged(valkey_url, name):
+    """A channel of this transport, and a message that it has handed out."""
+    with kombu.Connection(valkey_url, transport=transport.Transport) as connection:
+        channel = connection.channel()
+        queue = kombu.Queue(name, channel=channel, durable=False)
+        queue.declare()
+        kombu.Producer(channel).publish({"x": 1}, routing_key=name)
+        yield channel, queue.get(no_ack=False)
+
+
 @pytest.mark.parametrize("lost", ["the channel's connection", "the connection's address"])
 @pytest.mark.parametrize("act", ["ack", "reject", "requeue"])
 def test_a_message_of_a_lost_connection_is_acknowledged_late_without_harm(valkey_url, lost, act):
-    with kombu.Connection(valkey_url, transport=transport.Transport) as connection:
-        channel = connection.channel()
-        queue = kombu.Queue("late", channel=channel, durable=False)
-        queue.declare()
-        kombu.Producer(channel).publish({"x": 1}, routing_key="late")
-        message = queue.get(no_ack=False)
+    with unacknowledged(valkey_url, "late") as (channel, message):
         held = channel.connection
         client, pool = held.client, channel._pool
         channel._pool = None
@@ -24,11 +31,11 @@ def test_a_message_of_a_lost_connection_is_acknowledged_late_without_harm(valkey
             channel.connection = None
         else:
             held.client = None
-        logger = logging.getLogger(__name__)
+        logger, errors = logging.getLogger(__name__), client.connection_errors
         if act == "ack":  # as Celery does it, once a job has ended
-            message.ack_log_error(logger, connection.connection_errors)
+            message.ack_log_error(logger, errors)
         else:
-            message.reject_log_error(logger, connection.connection_errors, requeue=act == "requeue")
+            message.reject_log_error(logger, errors, requeue=act == "requeue")
         assert message.acknowledged
         held.client, channel.connection, channel._pool = client, held, pool
         # Redis still has it for whoever restores what nobody acknowledged
@@ -37,12 +44,7 @@ def test_a_message_of_a_lost_connection_is_acknowledged_late_without_harm(valkey
 
 
 def test_a_channel_of_a_lost_connection_closes_with_a_message_unacknowledged(valkey_url):
-    with kombu.Connection(valkey_url, transport=transport.Transport) as connection:
-        channel = connection.channel()
-        queue = kombu.Queue("lost", channel=channel, durable=False)
-        queue.declare()
-        kombu.Producer(channel).publish({"x": 1}, routing_key="lost")
-        message = queue.get(no_ack=False)
+    with unacknowledged(valkey_url, "lost") as (channel, message):
         assert message.payload == {"x": 1}
         lost = channel.connection
         client, lost.client, channel._pool = lost.client, None, None  # as kombu leaves them
