@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.limits import limits, milliseconds
-from engine.kernels.cpu.matmul import Weights, multiply, pack, pack_int8, quantize_row, stored_as
+from engine.kernels.cpu.matmul import Weights, multiply, pack, stored_as
+from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.workers import Crew
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # [N, K] of a layer's products
@@ -51,7 +52,7 @@ def ours(weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int) -> Ca
     for place, (n, k) in enumerate(SHAPES):
         x = np.random.default_rng(0).standard_normal((num_tokens, k), np.float32)
         if dtype == torch.int8:
-            quantized = np.empty((num_tokens, 1 + (k + 1) // 2), np.float32)
+            quantized = np.empty((num_tokens, quantized_words(k)), np.float32)
             for row, made in zip(x, quantized, strict=True):
                 quantize_row(row, k, made)
             x = quantized

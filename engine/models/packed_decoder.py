@@ -18,7 +18,8 @@ from engine.kernels.cpu.attention import tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
 from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.functions import address_of
-from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, pack_int8, padded, stored_as
+from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, padded, stored_as
+from engine.kernels.cpu.quantize import pack_int8, quantized_words
 from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
@@ -157,7 +158,7 @@ class PackedDecoder:
             step.ROTARY_HALF: s.rotary_dim // 2,
             step.HIDDEN_WIDTH: padded(s.hidden_size),
             step.GATED_WIDTH: padded(s.intermediate_size),
-            step.QUANTIZED_WIDTH: 1 + (width + 1) // 2 if self.weight_dtype == torch.int8 else 1,
+            step.QUANTIZED_WIDTH: quantized_words(width) if self.weight_dtype == torch.int8 else 1,
             step.VOCAB_WIDTH: padded(s.vocab_size),
             step.NUM_HEADS: attention.num_heads,
             step.NUM_KV_HEADS: attention.num_kv_heads,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
 from engine.kernels.cpu.functions import address_of, call_function
+from engine.kernels.cpu.quantize import num_groups
 from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile
-from engine.kernels.cpu.tiles_int8 import tile_int8
+from engine.kernels.cpu.tiles_int8 import GROUP, GROUP_BYTES, SIDE_BY_SIDE, tile_int8
 from engine.kernels.cpu.vectors import load_float, silu_mul_panel
 from engine.kernels.cpu.workers import share
 from engine.kernels.memory import allocate
@@ -73,58 +74,12 @@ def pack(
     return packed
 
 
-def pack_int8(
-    weight: Tensor,  # [N, K] float
-) -> Tensor:  # [⌈N / 16⌉, 64 + 16 × K'] int8, K' the next even number
-    """The panels of a weight in 8 bits: of each its 16 rows' scales, then the rows by pairs.
-
-    A row's largest number becomes ±127, and all are rounded to the nearest.
-    """
-    num_outputs, num_inputs = weight.shape
-    filled = weight.new_zeros(padded(num_outputs), num_inputs + num_inputs % 2)
-    filled[:num_outputs, :num_inputs] = weight
-    scales = filled.abs().amax(dim=1) / 127
-    rounded = (filled / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).round().to(torch.int8)
-    rows = rounded.view(-1, PANEL, filled.shape[1] // 2, 2).transpose(1, 2)
-    packed = allocate(
-        (len(rows), 4 * PANEL + PANEL * filled.shape[1]), torch.int8, torch.device("cpu")
-    )
-    packed[:, : 4 * PANEL] = scales.view(-1, PANEL).contiguous().view(torch.int8)
-    packed[:, 4 * PANEL :] = rows.reshape(len(rows), -1)
-    return packed
-
-
 @njit(nogil=True, cache=True)
 def panel_bytes(num_inputs, kind):
     """From one panel of a weight to the next."""
     if kind == INT8:
-        return PANEL * (4 + num_inputs + num_inputs % 2)
+        return num_groups(num_inputs) * GROUP_BYTES
     return PANEL * num_inputs * (4 if kind == FLOAT32 else 2)
-
-
-@njit(nogil=True, cache=True)
-def quantize_row(x, num_inputs, out):
-    """One row as int16 with a scale, as `tile_int8` reads it; `out` is a row of float32 memory.
-
-    As fine as 32-bit sums over all inputs allow, 14 bits or so: the weights' 8 bits are all that
-    is lost. What is not a number, or infinite, makes the scale, and so the product, no number.
-    """
-    largest = np.float32(0.0)
-    for i in range(num_inputs):
-        largest = max(largest, abs(x[i]))
-    poison = np.float32(0.0)
-    for i in range(num_inputs):
-        poison += x[i] * np.float32(0.0)
-    levels = np.float32(min(32767, (2**31 - 1) // (127 * max(num_inputs, 1))))
-    factor = np.float32(0.0)
-    if largest > 0 and poison == 0:
-        factor = levels / largest
-    out[0] = largest / levels + poison
-    numbers = out[1:].view(np.int16)
-    for i in range(num_inputs):
-        numbers[i] = np.int16(np.rint(x[i] * factor))
-    if num_inputs % 2:
-        numbers[num_inputs] = 0
 
 
 @functools.cache
@@ -144,7 +99,7 @@ def _product_function(kind: int) -> CFunc:
         its own.
         """
         num_tiles = max(-(-num_rows // MAX_ROWS), 1)
-        steps = -(-k // 2) if kind == INT8 else k
+        steps = num_groups(k) * (GROUP // SIDE_BY_SIDE) if kind == INT8 else k
         pace = -(-size // (num_tiles * steps))
         if num_tiles == 1:
             following, following_apart = panel + LINES_AHEAD, apart
@@ -159,7 +114,7 @@ def _product_function(kind: int) -> CFunc:
             if kind == INT8:
                 tile_int8(
                     left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
-                    following_apart, pace, k + k % 2, rows, num_panels,
+                    following_apart, pace, num_groups(k), rows, num_panels,
                 )  # fmt: skip
             else:
                 tile(

@@ -11,7 +11,8 @@ from numba import njit
 
 from engine.kernels.cpu.attention import Scores, attend, store_token
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
-from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes, quantize_row
+from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes
+from engine.kernels.cpu.quantize import quantize_row, weight_at
 from engine.kernels.cpu.vectors import load_float, load_number
 from engine.kernels.cpu.workers import share, wait_for_all
 
@@ -58,7 +59,7 @@ class Buffers(NamedTuple):
     heads: np.ndarray  # [T, H + 2 × H_kv, D] queries, keys, values
     attended: np.ndarray  # [T, H, D]
     gated: np.ndarray  # [T, intermediate]
-    quantized: np.ndarray  # [T, 1 + ⌈largest input / 2⌉], of weights in 8 bits only
+    quantized: np.ndarray  # [T, quantized_words(largest input)], of weights in 8 bits only
     tiles: np.ndarray  # [num_workers, ROWS_TOGETHER, 2, 16] gate and up of one panel
     flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
     flat_attended: np.ndarray  # attended again, [T, H × D]
@@ -114,10 +115,8 @@ def embed_token(token_id, table, out, size, kind):
         for i in range(size):
             out[i] = load_number(panel + (i * PANEL + lane) * 2, 2)
     else:
-        scale = load_float(panel + 4 * lane)
-        first = panel + 4 * PANEL + 2 * lane
         for i in range(size):
-            out[i] = load_number(first + i // 2 * 2 * PANEL + i % 2, 3) * scale
+            out[i] = weight_at(panel, lane, i)
 
 
 @njit(nogil=True, cache=True)

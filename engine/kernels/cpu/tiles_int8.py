@@ -1,4 +1,9 @@
-"""A tile of a matrix product with 8-bit weights, by integers: see `tiles`."""
+"""A tile of a matrix product of numbers in 8 bits, by groups of 32: see `tiles` and `quantize`.
+
+With VNNI four products at a time are added to a sum of 32 bits; its left numbers have a sign and
+its right ones none, so weights are kept as w + 128, and sums begin with -128 times those of the left.
+Elsewhere there are two products of 16 bits at a time. Both are exact: the sums are the same.
+"""
 
 import platform
 from typing import Any
@@ -7,7 +12,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from engine.kernels.cpu.emit import (
-    FLOAT32,
+    BFLOAT16,
     I32,
     I64,
     INTEGERS,
@@ -22,6 +27,7 @@ from engine.kernels.cpu.emit import (
     lane_numbers,
     load,
     load_one,
+    loop,
     row_address,
     splat,
 )
@@ -39,12 +45,21 @@ from engine.kernels.cpu.tiles import (
 )
 
 
+GROUP = 32  # numbers of a row that share a scale
+_VNNI = WIDTH == 16 and "avx512vnni" in FEATURES
+SIDE_BY_SIDE = 4 if _VNNI else 2  # inputs that lie together, in 32 bits of A
+OFFSET = 128 if _VNNI else 0  # added to each number of B
+GROUP_WORDS = 2 + GROUP // SIDE_BY_SIDE  # of A's rows, in 32 bits: scale, first sum, numbers
+SCALES_BYTES = 2 * PANEL
+GROUP_BYTES = SCALES_BYTES + PANEL * GROUP  # of B's panels: scales, numbers
+
+
 @intrinsic
 def tile_int8(
     context: Any,
-    a: Any,  # address of A: of each row its scale, float32, then k int16
+    a: Any,  # address of A, rows as `quantize_row` makes them
     lda: Any,  # floats' worth from one row of A to the next
-    b: Any,  # address of B's first panel: 16 scales, float32, then int8 [k / 2, 16, 2]
+    b: Any,  # address of B's first panel, as `pack_int8` makes it
     b_apart: Any,  # as of `tile`, as all that follow
     c: Any,
     ldc: Any,
@@ -53,66 +68,86 @@ def tile_int8(
     lds: Any,
     ahead: Any,
     ahead_apart: Any,
-    pace: Any,  # bytes of each for each pair of B's rows
-    k: Any,  # even
+    pace: Any,  # bytes of each for each 32 bits of A
+    groups: Any,
     rows: Any,
     panels: Any,
 ) -> Any:
-    """C = A × B + start, of integers: exact until the sums, int32, are scaled."""
+    """C = A × B + start; each group's sums, int32, are scaled and added in float32, in order."""
     return by_variant(15, rows_and_panels(MAX_PANELS), _tile_int8_function)
 
 
 def _tile_int8_function(module: Any, num_rows: int, num_panels: int) -> Any:
     def fill(build: Any, args: Any) -> None:
-        a, lda, b, b_apart, c, ldc, start, start_apart, lds, ahead, ahead_apart, pace, k = args
+        a, lda, b, b_apart, c, ldc, start, start_apart, lds, ahead, ahead_apart, pace, groups = args
         left = [row_address(build, a, lda, i) for i in range(num_rows)]
-        right = panel_addresses(build, b, b_apart, num_panels)
-        fetched = panel_addresses(build, ahead, ahead_apart, num_panels)
-        places = places_in_c(num_rows, num_panels)
-        totals = _sum_up(build, left, right, fetched, pace, build.sdiv(k, I64(2)))
-        before = starting_sums(build, start, start_apart, lds, num_rows, num_panels)
-        scales = {
-            (j, at): load(build, build.add(right[j], I64(at)), FLOAT32)
-            for j in range(num_panels)
-            for at in range(0, 4 * PANEL, VECTOR_BYTES)
-        }
-        sums = []
-        for n, (i, j, at) in enumerate(places):
-            scale = build.fmul(splat(build, load_one(build, left[i])), scales[j, at])
-            sums.append(fma(build, build.sitofp(totals[n], VECTOR), scale, before[n]))
-        store_sums(build, sums, c, ldc, num_rows, num_panels)
+        state = [
+            I64(0),
+            *panel_addresses(build, b, b_apart, num_panels),
+            *panel_addresses(build, ahead, ahead_apart, num_panels),
+            *starting_sums(build, start, start_apart, lds, num_rows, num_panels),
+        ]
+
+        def one_group(_index: Any, before: list[Any]) -> list[Any]:
+            return _add_group(build, left, pace, before, num_panels)
+
+        state = loop(build, groups, state, one_group)
+        store_sums(build, state[1 + 2 * num_panels :], c, ldc, num_rows, num_panels)
 
     return internal_function(module, f"tile_int8_{num_rows}_{num_panels}", 13, fill)
 
 
-def _sum_up(
-    build: Any, left: list[Any], right: list[Any], fetched: list[Any], pace: Any, num_pairs: Any
+def _add_group(
+    build: Any, left: list[Any], pace: Any, state: list[Any], num_panels: int
 ) -> list[Any]:
-    """Go through the pairs of rows of B; returns the sums, int32."""
+    """The state, as `sum_up` has it, after a group's products are added to its float32 sums."""
 
-    def columns_at(pairs: Any) -> list[Any]:
-        offsets = [I64(part * 2 * WIDTH) for part in range(NUM_VECTORS)]
-        return [_load_int8(build, build.add(pairs, offset)) for offset in offsets]
+    def columns_at(row: Any) -> list[Any]:
+        offsets = [I64(part * SIDE_BY_SIDE * WIDTH) for part in range(NUM_VECTORS)]
+        return [_load_numbers(build, build.add(row, offset)) for offset in offsets]
 
     def number_at(address: Any) -> Any:
-        pair = build.load(build.inttoptr(address, I32.as_pointer()))
-        pair.align = 4
-        return splat(build, pair)
+        return splat(build, _load_integer(build, address))
 
     def add(total: Any, numbers: Any, column: Any) -> Any:
         return _add_products(build, total, numbers, column)
 
-    num_panels = len(right)
-    none = ir.Constant(INTEGERS, [0] * WIDTH)
-    first = [build.add(address, I64(4 * PANEL)) for address in right]
-    state = [I64(4), *first, *fetched, *[none] * (len(left) * num_panels * NUM_VECTORS)]
+    offset_in_a, right = state[0], state[1 : 1 + num_panels]
+    ahead, sums = state[1 + num_panels : 1 + 2 * num_panels], state[1 + 2 * num_panels :]
+    heads = [build.add(row, offset_in_a) for row in left]
+    places = places_in_c(len(left), num_panels)
+    begins = [splat(build, _load_integer(build, build.add(head, I64(4)))) for head in heads]
+    first = [build.add(panel, I64(SCALES_BYTES)) for panel in right]
+    within = [build.add(offset_in_a, I64(8)), *first, *ahead, *[begins[i] for i, _, _ in places]]
     how = columns_at, number_at, add
-    state = sum_up(build, left, I64(2 * PANEL), pace, num_pairs, state, num_panels, how)
-    return state[1 + 2 * num_panels :]
+    words, step = I64(GROUP // SIDE_BY_SIDE), I64(SIDE_BY_SIDE * PANEL)
+    within = sum_up(build, left, step, pace, words, within, num_panels, how)
+    totals = within[1 + 2 * num_panels :]
+    scales = {
+        (j, at): load(build, build.add(right[j], I64(at // 2)), BFLOAT16)
+        for j in range(num_panels)
+        for at in range(0, 4 * PANEL, VECTOR_BYTES)
+    }
+    left_scales = [splat(build, load_one(build, head)) for head in heads]
+    made = []
+    for n, (i, j, at) in enumerate(places):
+        scale = build.fmul(left_scales[i], scales[j, at])
+        made.append(fma(build, build.sitofp(totals[n], VECTOR), scale, sums[n]))
+    return [*within[: 1 + 2 * num_panels], *made]
 
 
-def _load_int8(build: Any, address: Any) -> Any:
-    """Pairs of int8 for each lane, as int16."""
+def _load_integer(build: Any, address: Any) -> Any:
+    loaded = build.load(build.inttoptr(address, I32.as_pointer()))
+    loaded.align = 4
+    return loaded
+
+
+def _load_numbers(build: Any, address: Any) -> Any:
+    """Of each lane the numbers that lie side by side: four bytes, or two as int16."""
+    if _VNNI:
+        loaded = build.load(build.inttoptr(address, INTEGERS.as_pointer()))
+        loaded.align = 4
+        return loaded
     bytes_type = ir.VectorType(ir.IntType(8), 2 * WIDTH)
     loaded = build.load(build.inttoptr(address, bytes_type.as_pointer()))
     loaded.align = 1
@@ -120,11 +155,11 @@ def _load_int8(build: Any, address: Any) -> Any:
 
 
 def _add_products(build: Any, total: Any, numbers: Any, column: Any) -> Any:
-    """total + x[2i] × y[2i] + x[2i + 1] × y[2i + 1] of each lane's pairs of int16, to int32."""
-    if WIDTH == 16 and "avx512vnni" in FEATURES:
-        name = "llvm.x86.avx512.vpdpwssd.512"
-        function = declare(build, name, INTEGERS, INTEGERS, SHORTS, SHORTS)
-        return build.call(function, [total, build.bitcast(numbers, SHORTS), column])
+    """total + the products of each lane's numbers."""
+    if _VNNI:
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        function = declare(build, name, INTEGERS, INTEGERS, INTEGERS, INTEGERS)
+        return build.call(function, [total, column, numbers])
     return build.add(total, _multiply_pairs(build, build.bitcast(numbers, SHORTS), column))
 
 

@@ -14,11 +14,11 @@ from engine.kernels.cpu.matmul import (
     multiply,
     multiply_gated,
     pack,
-    pack_int8,
-    quantize_row,
     stored_as,
 )
+from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.stack import norm_row
+from engine.kernels.cpu.tiles_int8 import GROUP_WORDS
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
 from tests.engine.kernels import oracle
 
@@ -51,7 +51,7 @@ def product(x, packed, out, dtype=torch.float32, *, bias=None, added=False, work
     num_rows, num_inputs = x.shape
     left = x.numpy()
     if dtype == torch.int8:
-        left = np.empty((num_rows, 1 + (num_inputs + 1) // 2), np.float32)
+        left = np.empty((num_rows, quantized_words(num_inputs)), np.float32)
         for row, quantized in zip(x.numpy(), left, strict=True):
             quantize_row(row, num_inputs, quantized)
     for worker in range(workers):
@@ -80,25 +80,53 @@ def test_products_equal_float64(draw, dtype, num_rows):
             torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_inputs", [1, 8, 333, 1536])
-def test_products_with_8_bit_weights_lose_what_the_weights_lose_and_no_more(draw, num_inputs):
+def by_groups(x):
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+
+
+def inputs_in_8_bits(x):
+    """Each 32 numbers of a row as multiples, up to 127, of a scale: integers and scales."""
+    largest = by_groups(x).abs().amax(dim=2, keepdim=True)
+    integers = (by_groups(x) * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    return integers.double(), (largest / 127).double()
+
+
+def weights_in_8_bits(x):
+    """Likewise, of scales that are kept in 16 bits."""
+    scales = (by_groups(x).abs().amax(dim=2, keepdim=True) / 127).bfloat16().float()
+    integers = (by_groups(x) / scales.where(scales > 0, 1.0)).round().clamp(-127, 127)
+    return integers.double(), scales.double()
+
+
+@pytest.mark.parametrize("num_inputs", [1, 8, 64, 333, 1536])
+def test_products_with_8_bit_weights_are_those_of_the_rounded_numbers(draw, num_inputs):
     num_rows, num_outputs = 13, 40  # the last panel is not full
     weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(48)
     weight[3] = 0
+    weight[4, :5] *= 1000  # the rest of its group loses much, other groups nothing
     x = torch.randn(num_rows, num_inputs) * torch.tensor([1e-20, 1.0, 1e3]).repeat(5)[:13, None]
-    scale = weight.abs().amax(dim=1, keepdim=True).double() / 127
-    rounded = (weight / scale.where(scale > 0, 1).float()).round().double() * scale
     packed = pack_int8(weight)
     out = torch.zeros(num_rows, 48)
     found = product(x, packed, out, torch.int8, bias=bias)[:, :num_outputs].double()
-    # 14 bits and more for what comes in; the errors of a sum grow with its root
-    step = x.abs().amax(dim=1, keepdim=True).double() / min(32767, 2**31 // (127 * num_inputs))
-    bound = 4 * step * rounded.norm(dim=1) + 1e-5
-    made = x.double() @ rounded.T
-    assert ((found - made - bias[:num_outputs].double()).abs() <= bound).all()
+    left, left_scales = inputs_in_8_bits(x)
+    right, right_scales = weights_in_8_bits(weight)
+    made = torch.einsum("tgk,ngk->tng", left, right)
+    made *= left_scales.squeeze(2)[:, None] * right_scales.squeeze(2)
+    bound = 1e-5 * (made.abs().sum(2) + bias[:num_outputs].abs()) + 1e-30
+    assert ((found - made.sum(2) - bias[:num_outputs]).abs() <= bound).all()
     for row in range(num_rows):
         alone = product(x[row : row + 1], packed, torch.zeros(1, 48), torch.int8, bias=bias)
         assert torch.equal(alone[0, :num_outputs].double(), found[row])
+
+
+@pytest.mark.parametrize("count", [0, 31, 32, 33, 200])
+def test_a_row_in_8_bits_reads_nothing_beyond_its_end(draw, count):
+    x = np.full(count + 70, np.nan, np.float32)
+    x[:count] = draw.standard_normal(count)
+    made = np.full(quantized_words(count) + 1, -7, np.float32)
+    quantize_row(x, count, made)
+    assert np.isfinite(made[: -(-count // 32) * GROUP_WORDS : GROUP_WORDS]).all()
+    assert made[-1] == -7
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
