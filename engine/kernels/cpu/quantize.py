@@ -1,8 +1,8 @@
 """Numbers in 8 bits, by groups of 32 of a row: weights once, what they multiply in each step.
 
-A group's largest number becomes ±127, the others are rounded to the nearest, and a scale leads back.
-Products of a group are sums of integers, exact on every machine (`tiles_int8`); the groups' are added
-as float32. The groups, and 16 bits for a weight's scale, are those of llama.cpp's Q8_0.
+A group's largest number becomes ±127, the others are rounded to the nearest, and a scale leads
+back. Products of a group are sums of integers, exact on every machine (`tiles_int8`); the groups'
+are added as float32. The groups, and 16 bits for a weight's scale, are those of llama.cpp's Q8_0.
 """
 
 from typing import Any

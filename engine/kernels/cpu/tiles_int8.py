@@ -1,7 +1,7 @@
 """A tile of a matrix product of numbers in 8 bits, by groups of 32: see `tiles` and `quantize`.
 
 With VNNI four products at a time are added to a sum of 32 bits; its left numbers have a sign and
-its right ones none, so weights are kept as w + 128, and sums begin with -128 times those of the left.
+its right ones none: weights are kept as w + 128, and sums begin with -128 times the left ones' sum.
 Elsewhere there are two products of 16 bits at a time. Both are exact: the sums are the same.
 """
 
@@ -43,7 +43,6 @@ from engine.kernels.cpu.tiles import (
     store_sums,
     sum_up,
 )
-
 
 GROUP = 32  # numbers of a row that share a scale
 _VNNI = WIDTH == 16 and "avx512vnni" in FEATURES
