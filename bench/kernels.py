@@ -15,56 +15,17 @@ from collections.abc import Callable
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numba
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.limits import limits, milliseconds
-from engine.kernels.cpu.matmul import Weights, multiply, pack, stored_as
-from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
-from engine.kernels.cpu.workers import Crew
+from bench.products import SHAPES, by_kernels
 
-SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # [N, K] of a layer's products
 NUM_LAYERS = 30
 OPERATIONS = 2 * NUM_LAYERS * sum(n * k for n, k in SHAPES)  # of one token
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 512)
 ROUNDS = 5
-
-
-@numba.njit(parallel=True, nogil=True)
-def _multiply(x, weights, outputs, num_rows, num_inputs, kind, product, num_workers):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # fmt: skip
-    """One product with each of some weights of one shape; as in a step, threads are woken once."""
-    for worker in numba.prange(num_workers):
-        crew = Crew(worker, num_workers, np.zeros(8, np.int64))
-        for i in range(len(weights)):
-            stored = Weights(kind, product)
-            multiply(x, weights[i], 0, outputs, False, num_rows, num_inputs, stored, crew)
-
-
-def ours(weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int) -> Callable[[], None]:
-    """All layers by these kernels."""
-    packed = [
-        [pack_int8(w) if dtype == torch.int8 else pack(w, dtype) for w in layer]
-        for layer in weights
-    ]
-    calls = []
-    for place, (n, k) in enumerate(SHAPES):
-        x = np.random.default_rng(0).standard_normal((num_tokens, k), np.float32)
-        if dtype == torch.int8:
-            quantized = np.empty((num_tokens, quantized_words(k)), np.float32)
-            for row, made in zip(x, quantized, strict=True):
-                quantize_row(row, k, made)
-            x = quantized
-        addresses = np.array([layer[place].data_ptr() for layer in packed], np.int64)
-        out = np.empty((num_tokens, n), np.float32)
-        calls.append((x, addresses, out, num_tokens, k, *stored_as(dtype), torch.get_num_threads()))
-
-    def run(_held: object = packed) -> None:
-        for call in calls:
-            _multiply(*call)
-
-    return run
 
 
 def by_torch(weights: list[list[Tensor]], num_tokens: int) -> Callable[[], None]:
@@ -99,9 +60,9 @@ def main() -> None:
     print("tokens | " + " | ".join(("float32", "bfloat16", "int8", "F.linear", "oneDNN packed")))
     for num_tokens in TOKENS:
         calls = [
-            ours(weights, torch.float32, num_tokens),
-            ours(weights, torch.bfloat16, num_tokens),
-            ours(weights, torch.int8, num_tokens),
+            by_kernels(weights, torch.float32, num_tokens),
+            by_kernels(weights, torch.bfloat16, num_tokens),
+            by_kernels(weights, torch.int8, num_tokens),
             by_torch(weights, num_tokens),
             by_onednn(onednn, num_tokens),
         ]

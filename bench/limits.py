@@ -1,9 +1,16 @@
-"""What the machine gives at the moment: arithmetic and memory, as PyTorch reaches them."""
+"""What the machine gives now: arithmetic, as PyTorch and as the kernels reach it, and memory."""
 
+import os
 import time
 from collections.abc import Callable
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
+
+from bench.products import SHAPES, by_kernels
+
+ROWS = 512
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -13,12 +20,23 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def limits() -> dict[str, float]:
-    """The best rate of a large float32 product, GFLOP/s, and of reading memory, GB/s."""
+    """Rates of large products, PyTorch's and the kernels', and of reading memory."""
     a, b = torch.randn(2, 2048, 2048)
     product_ms = min(milliseconds(lambda: torch.mm(a, b)) for _ in range(5))
     much = torch.ones(1 << 27)
     read_ms = min(milliseconds(much.sum) for _ in range(5))
     return {
         "product_gflops": round(2 * 2048**3 / product_ms / 1e6, 1),
+        "kernel_gflops": _kernel_rate(torch.float32),
+        "kernel_int8_gops": _kernel_rate(torch.int8),
         "read_gb_per_s": round(much.nbytes / read_ms / 1e6, 1),
     }
+
+
+def _kernel_rate(dtype: torch.dtype) -> float:
+    """Operations, in 1e9 a second, of some layers' products of 512 tokens."""
+    layers = [[torch.randn(shape) for shape in SHAPES] for _ in range(4)]
+    call = by_kernels(layers, dtype, ROWS)
+    best_ms = min(milliseconds(call) for _ in range(6))
+    operations = 2 * ROWS * len(layers) * sum(n * k for n, k in SHAPES)
+    return round(operations / best_ms / 1e6, 1)
