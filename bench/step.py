@@ -3,7 +3,8 @@
     python -m bench.step [MODEL_FOLDER] [--dtype int8]
 
 Each line is the fastest and the median of nine steps. The same number of sequences at a context of
-one block tells what is not attention.
+one block tells what is not attention. The last lines are what a step of 64 sequences takes outside
+the model, greedy and at temperature 1: choosing tokens from logits and, in Python, the rest.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.layers.attention import AttentionMetadata
+from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
 
 MODEL = Path(__file__).parents[1] / ".tokenmill" / "models" / "smollm2-135m-instruct"
 DECODES = ((1, 16), (1, 512), (16, 16), (16, 230), (64, 16), (64, 230))  # sequences, context
@@ -60,19 +63,45 @@ def milliseconds(runner: ModelRunner, query_lens: list[int], seq_lens: list[int]
     return times
 
 
+def milliseconds_outside(engine: LLMEngine, num_sequences: int, temperature: float) -> list[float]:
+    """What each step of so many decodes takes outside the model's forward pass."""
+    model = engine._runner._model  # type: ignore[attr-defined]
+    forward, inside = model.forward, []
+
+    def timed(*given: object) -> object:
+        started = time.perf_counter()
+        result = forward(*given)
+        inside.append((time.perf_counter() - started) * 1e3)
+        return result
+
+    model.forward = timed
+    params = SamplingParams(max_tokens=2 * ROUNDS, temperature=temperature, ignore_eos=True)
+    for n in range(num_sequences):
+        engine.add_request(str(n), [n + 1], params)
+    times = []
+    while engine.has_unfinished:
+        started = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - started) * 1e3 - inside[-1])
+    model.forward = forward
+    return times[1:-1]  # the first has the prompts, the last the outputs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("model", type=Path, nargs="?", default=MODEL)
     parser.add_argument("--dtype", default="auto", help="of weights and KV cache, or int8")
     options = parser.parse_args()
     quantized = options.dtype == "int8"
-    runner = ModelRunner(
+    engine = LLMEngine(
         EngineConfig(
             model=str(options.model),
             dtype="auto" if quantized else options.dtype,
             quantization="int8" if quantized else "none",
         )
     )
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
     for count, context in DECODES:
         times = milliseconds(runner, [1] * count, [context] * count)
         print(f"{count:3d} decodes at {context:4d} tokens: ", end="")
@@ -81,6 +110,10 @@ def main() -> None:
         times = milliseconds(runner, [length], [length])
         print(f"a fresh prompt of {length:4d}:     ", end="")
         print(f"{min(times):7.1f} ms ({statistics.median(times):.1f})", flush=True)
+    for temperature in (0.0, 1.0):
+        times = milliseconds_outside(engine, 64, temperature)
+        print(f" 64 decodes at temperature {temperature}, outside the model: ", end="")
+        print(f"{min(times):7.2f} ms ({statistics.median(times):.2f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engine.logits_processors import TokenHistory
 from engine.logprobs import token_logprobs
 from engine.models.model import Model, load_model
 from engine.models.packing import (
-    compiled_draw,
+    compiled_draws,
     compute_dtype,
     packing_of,
     telling_of_compilation,
@@ -94,7 +94,7 @@ class ModelRunner:
                     kernels=self._kernels,
                     packing=packing,
                 )
-                self._gumbel_argmax = compiled_draw(packing)
+                self._draws = compiled_draws(packing)
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
             # a cache filled in another type, or by other kernels, holds other numbers
             self.model_id = checkpoint.fingerprint + f"{dtype} {packing}".encode()
@@ -141,7 +141,7 @@ class ModelRunner:
             for i, mask in zip(sampling, masks, strict=True)
         ]
         for i, drawn, mask in zip(
-            sampling, sample(drawable, rows, self._gumbel_argmax), masks, strict=True
+            sampling, sample(drawable, rows, self._draws), masks, strict=True
         ):
             result.tokens[i] = mask if isinstance(mask, NumericalError) else drawn
         _score_known(result, scheduled, known)

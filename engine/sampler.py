@@ -10,6 +10,7 @@ look at the 64 likeliest tokens, and at more only where those do not settle the 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +28,12 @@ CANDIDATE_GROWTH = 16  # 64, 1,024, then more than most vocabularies have
 NOISE_TILE = 16384  # numbers made at once on a CPU: their temporaries stay in its cache
 
 
-# logits [R, vocab] on a CPU, temperatures [R] float32 and `_words` [R, 4] to ids: `_draw_plain`
-GumbelArgmax = Callable[[Tensor, NDArray[np.float32], NDArray[np.uint64]], list[int]]
+class CompiledDraws(NamedTuple):
+    """For logits on a CPU, [R, vocab]; they return ids."""
+
+    argmax: Callable[[Tensor], list[int]]  # as `_draw_greedy`
+    # of temperatures [R] and `_words` [R, 4] too; as `_draw_plain`
+    gumbel_argmax: Callable[[Tensor, NDArray[np.float32], NDArray[np.uint64]], list[int]]
 
 
 class NumericalError(ArithmeticError):
@@ -61,7 +66,7 @@ class SampledRow:
 def sample(
     logits: Tensor,  # [R, vocab] float32, changed where a row asks for it
     rows: Sequence[SampledRow],  # [R]
-    gumbel_argmax: GumbelArgmax | None = None,  # compiled, where there is one
+    compiled: CompiledDraws | None = None,  # where there are such
 ) -> list[int | Candidates | NumericalError]:
     """One token id for each row, a beam's candidates, or the error of a row that is broken."""
     assert logits.shape[0] == len(rows)
@@ -85,8 +90,11 @@ def sample(
             continue
         part = logits if len(indices) == len(rows) else logits[indices]
         chosen = [rows[i] for i in indices]
-        if name == "plain" and gumbel_argmax is not None:
-            tokens: Sequence[int | Candidates] = gumbel_argmax(
+        tokens: Sequence[int | Candidates]
+        if name == "greedy" and compiled is not None:
+            tokens = compiled.argmax(part)
+        elif name == "plain" and compiled is not None:
+            tokens = compiled.gumbel_argmax(
                 part,
                 np.array([row.params.temperature for row in chosen], np.float32),
                 _words(chosen),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.sampler import GumbelArgmax
+from engine.sampler import CompiledDraws
 from engine.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -52,15 +52,17 @@ def packing_of(
     return None
 
 
-def compiled_draw(packing: Packing | None) -> GumbelArgmax | None:
-    """The draw from whole rows of logits that goes with compiled kernels."""
+def compiled_draws(packing: Packing | None) -> CompiledDraws | None:
+    """The draws from whole rows of logits that go with compiled kernels."""
     if packing is None:
         return None
-    from engine.kernels.cpu.draw import gumbel_argmax
+    from engine.kernels.cpu.draw import argmax, gumbel_argmax
 
     # once, so that it is compiled before a request waits for it
-    gumbel_argmax(torch.zeros(1, 1), np.ones(1, np.float32), np.zeros((1, 4), np.uint64))
-    return gumbel_argmax
+    logits = torch.zeros(1, 1)
+    argmax(logits)
+    gumbel_argmax(logits, np.ones(1, np.float32), np.zeros((1, 4), np.uint64))
+    return CompiledDraws(argmax, gumbel_argmax)
 
 
 def telling_of_compilation(

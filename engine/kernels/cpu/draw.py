@@ -1,4 +1,4 @@
-"""Gumbel-max draws from whole rows of logits, without a logarithm for each token.
+"""Draws from whole rows of logits: the largest, and Gumbel-max without a logarithm for each token.
 
 The noise of a token is -log(-log u), u = (word + ½) / 2³². As -log u ≥ 1 - u, it is at most
 -log(1 - u): the leading zeros of 2³² - word bound it, and few tokens are left that could beat the
@@ -25,10 +25,14 @@ from engine.kernels.cpu.emit import (
     INTEGERS,
     LONGS,
     VECTOR,
+    VECTOR_BYTES,
     WIDTH,
     branch,
     fma,
+    larger,
     load,
+    loop,
+    reduce_lanes,
     splat,
 )
 from engine.kernels.philox import KEY_STEPS, LOW, MULTIPLIERS, ROUNDS
@@ -126,12 +130,71 @@ def _bounds_of_noise(build: Any, words: Any) -> Any:
     return fma(build, exponents, splat(build, F32(-_LN2)), splat(build, most))
 
 
+@intrinsic
+def largest_number(
+    context: Any,
+    x: Any,  # address of float32 [WIDTH × num_vectors]
+    num_vectors: Any,  # 1 or more
+) -> Any:
+    """The largest of some numbers that are not NaN, float32."""
+    signature = types.float32(types.int64, types.int64)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        x, num_vectors = args
+
+        def take(index: Any, state: list[Any]) -> list[Any]:
+            vector = load(build, build.add(x, build.mul(index, I64(VECTOR_BYTES))), FLOAT32)
+            return [larger(build, vector, state[0])]
+
+        [peaks] = loop(build, num_vectors, [load(build, x, FLOAT32)], take)
+        return reduce_lanes(build, peaks, lambda x, y: larger(build, x, y))
+
+    return signature, emit
+
+
+@intrinsic
+def equal_to(
+    context: Any,
+    x: Any,  # address of a vector of float32
+    number: Any,  # float32
+) -> Any:
+    """A bit for each lane, set where it is the number."""
+    signature = types.int64(types.int64, types.float32)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        x, number = args
+        same = build.fcmp_ordered("==", load(build, x, FLOAT32), splat(build, number))
+        return build.zext(build.bitcast(same, ir.IntType(WIDTH)), I64)
+
+    return signature, emit
+
+
+@njit(nogil=True, cache=True)
+def largest_of(logits):
+    """The largest of a row."""
+    whole = len(logits) // WIDTH
+    peak = largest_number(logits.ctypes.data, whole) if whole else logits[0]
+    for v in range(whole * WIDTH, len(logits)):
+        peak = max(peak, logits[v])
+    return peak
+
+
+@njit(nogil=True, cache=True)
+def place_of_largest(logits):
+    """The first place of a row's largest number."""
+    peak = largest_of(logits)
+    first = 0
+    while first + WIDTH <= len(logits) and equal_to(logits.ctypes.data + 4 * first, peak) == 0:
+        first += WIDTH
+    while logits[first] != peak:
+        first += 1
+    return first
+
+
 @njit(nogil=True, cache=True)
 def draw_row(logits, temperature, position, sample_index, key_low, key_high):
     """The token with the largest logit / temperature + noise."""
-    peak = logits[0]
-    for v in range(len(logits)):
-        peak = max(peak, logits[v])
+    peak = largest_of(logits)
     best, chosen = -np.inf, 0
     for first in range(0, len(logits), WIDTH):
         bits = (1 << min(WIDTH, len(logits) - first)) - 1
@@ -158,6 +221,22 @@ def draw_rows(logits, temperatures, words, chosen):
     for r in prange(len(chosen)):
         position, sample_index, low, high = words[r, 0], words[r, 1], words[r, 2], words[r, 3]
         chosen[r] = draw_row(logits[r], temperatures[r], position, sample_index, low, high)
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def places_of_largest(logits, chosen):
+    for r in prange(len(chosen)):
+        chosen[r] = place_of_largest(logits[r])
+
+
+def argmax(
+    logits: Tensor,  # [R, vocab] float32, the largest of each row finite
+) -> list[int]:
+    """The first of the likeliest tokens of each row."""
+    chosen = np.empty(len(logits), np.int64)
+    places_of_largest(logits.contiguous().numpy(), chosen)
+    tokens: list[int] = chosen.tolist()
+    return tokens
 
 
 def gumbel_argmax(

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.cpu.draw import gumbel_argmax, promising
+from engine.kernels.cpu.draw import argmax, gumbel_argmax, promising
 from engine.kernels.cpu.emit import WIDTH
 from engine.kernels.philox import philox_4x32_10
-from engine.sampler import SampledRow, sample
+from engine.sampler import CompiledDraws, SampledRow, sample
 from engine.sampling_params import SamplingParams
 
 
@@ -32,7 +32,25 @@ def test_it_draws_what_the_plain_sampler_draws(vocab_size, spread):
             )
             for i, temperature in enumerate((1e-3, 0.3, 1.0, 1.7, 2.0))
         ]
-        assert sample(logits.clone(), rows, gumbel_argmax) == sample(logits.clone(), rows)
+        compiled = CompiledDraws(argmax, gumbel_argmax)
+        assert sample(logits.clone(), rows, compiled) == sample(logits.clone(), rows)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 50, 4099])
+def test_the_likeliest_token_is_the_first_of_the_largest(vocab_size):
+    seed = int(torch.seed())
+    print("seed", seed)  # noqa: T201
+    torch.manual_seed(seed)
+    # few levels: the largest is there more than once
+    logits = torch.randint(-3, 3, (40, vocab_size)).float()
+    logits[0] = -torch.inf
+    logits[0, -1] = -5.0
+    logits[1] = 0.0
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert argmax(logits) == expected
+    wider = torch.full((40, vocab_size + 7), 9.0)  # of which the rows are a part
+    wider[:, :vocab_size] = logits
+    assert argmax(wider[:, :vocab_size]) == expected
 
 
 @numba.njit
