@@ -1,6 +1,6 @@
 """OpenVINO GenAI's continuous batching on our workloads, in the form that `compare.py` reads.
 
-    pip install openvino-genai==2026.4.1.0          (in an environment of its own)
+    pip install openvino-genai==2026.4.1.0          (in an environment of its own: README.md)
     python bench/peers/run_openvino.py --model MODEL.gguf --only W1,W2
 
 The model is a GGUF file with float16 or 8-bit weights, or a folder that optimum-intel exported.
@@ -9,8 +9,6 @@ requests share only after one of them has been computed.
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -22,12 +20,12 @@ sys.path.insert(0, str(REPOSITORY))  # this environment has no Tokenmill
 import openvino  # type: ignore[import-not-found]  # noqa: E402
 import openvino_genai  # type: ignore[import-not-found]  # noqa: E402
 
-from bench.measure import Pieces, Request, measure, salted  # noqa: E402
+from bench.measure import Pieces, Request  # noqa: E402
+from bench.peers.runner import parser, report  # noqa: E402
 
 
 def main() -> None:
     options = _options()
-    workloads = json.loads(options.workload.read_text("utf-8"))
     pipeline = _pipeline(options)
 
     def run(requests: list[Request], n: int, temperature: float) -> Pieces:
@@ -49,20 +47,13 @@ def main() -> None:
             texts=[],
         )
 
-    names = options.only.split(",")
-    run([{**salted(workloads[names[0]]["requests"][:1], 90)[0], "max_tokens": 8}], 1, 0.0)
-    result: dict[str, Any] = {
-        "peer": "openvino-genai",
-        "version": openvino_genai.__version__,
-        "precision": f"weights as in {Path(options.model).name}, float32 arithmetic and KV cache",
-        "threads": options.threads,
-    }
-    for name in names:
-        measured = measure(
-            name, workloads[name], {"openvino": run}, lambda _system: [os.getpid()], options.repeat
-        )
-        result[name] = measured["openvino"].as_peer()
-    print(json.dumps(result))
+    report(
+        options,
+        run,
+        peer="openvino-genai",
+        version=openvino_genai.__version__,
+        precision=f"weights as in {options.model.name}, float32 arithmetic and KV cache",
+    )
 
 
 def _pipeline(options: argparse.Namespace) -> Any:
@@ -94,14 +85,9 @@ def _generation(max_tokens: int, n: int, temperature: float) -> Any:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--workload", type=Path, default=REPOSITORY / "bench" / "workload.json")
-    parser.add_argument("--only", default="W1,W2", help="workloads by name, separated by commas")
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--lead", action="store_true", help="the first request a step ahead")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--lead", action="store_true", help="the first request a step ahead")
+    return options.parse_args()
 
 
 if __name__ == "__main__":
