@@ -38,7 +38,7 @@ bench: setup  ## measure the engine alone and the whole service
 	$(BIN)/python bench/throughput.py --workload bench/workload.json --only W1 --repeat 3 \
 		--through service --json
 
-chaos: setup  ## kill processes and servers under load and count what was lost
+chaos: setup  ## kill processes and servers under load; check that nothing is lost
 	$(BIN)/python -m pytest tests/chaos -v
 
 clean:  ## remove .venv and caches; models and databases in .tokenmill stay
