@@ -20,7 +20,10 @@ class EngineConfig:
     kv_cache_bytes: int = 1 << 30  # memory for the KV cache when num_blocks is None (CPU)
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, step and KV cache
     max_num_seqs: int = 64  # sequences in one step
-    max_num_batched_tokens: int = 512  # tokens in one step
+    # tokens in one step; None: what suits the machine, where it is measured, else 512
+    max_num_batched_tokens: int | None = None
+    # how long a step may take by that choice, on a CPU with compiled kernels; 0: not measured
+    step_target_ms: int = 250
     max_model_len: int | None = None  # prompt + generated tokens; None: the model's own limit
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # CPU threads of the engine; None: torch's choice
@@ -39,9 +42,13 @@ class EngineConfig:
             raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
+        for name in ("block_size", "max_num_seqs", "kv_cache_bytes"):
             _check_positive(name, getattr(self, name))
-        for name in ("num_blocks", "max_model_len", "num_threads"):
+        if type(self.step_target_ms) is not int or self.step_target_ms < 0:
+            raise ValueError(
+                f"step_target_ms must be an integer of at least 0, got {self.step_target_ms!r}"
+            )
+        for name in ("num_blocks", "max_num_batched_tokens", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -7,6 +7,7 @@ An error in a step is not caught here, but for a lack of device memory: after it
 is unknown, so the process should end and a new one take over from the last checkpoint.
 """
 
+import dataclasses
 import functools
 import gc
 import math
@@ -49,6 +50,7 @@ class Runner(Protocol):
 
     num_blocks: int
     max_model_len: int
+    max_num_batched_tokens: int  # where the engine's config leaves it open
     vocab_size: int
     eos_token_ids: frozenset[int]
     model_id: bytes
@@ -76,7 +78,6 @@ class LLMEngine:
         `on_compile` is called if CPU kernels are not on disk yet, before they are compiled.
         Raises CheckpointError, TokenizerError or ValueError when the model cannot be set up.
         """
-        self.config = config
         if tokenizer is None:
             tokenizer = Tokenizer.load(resolve_folder(config.model))
         self.tokenizer = tokenizer
@@ -85,6 +86,8 @@ class LLMEngine:
                 config, eos_token_ids=tokenizer.eos_token_ids, on_compile=on_compile
             )
         self._runner: Runner = runner
+        num_tokens = config.max_num_batched_tokens or runner.max_num_batched_tokens
+        self.config = dataclasses.replace(config, max_num_batched_tokens=num_tokens)
         self.max_model_len = self._runner.max_model_len
         self.vocab_size = self._runner.vocab_size
         eos_token_ids = runner.eos_token_ids | tokenizer.eos_token_ids
@@ -92,7 +95,7 @@ class LLMEngine:
             num_blocks=self._runner.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=num_tokens,
             max_model_len=self.max_model_len,
             max_num_scored_tokens=max_num_scored_tokens(self.vocab_size),
             eos_token_ids=eos_token_ids,

@@ -27,6 +27,7 @@ from engine.models.packing import (
     packing_of,
     telling_of_compilation,
 )
+from engine.models.step_times import max_num_batched_tokens
 from engine.outputs import TokenLogprobs
 from engine.sampler import (
     NothingAllowedError,
@@ -105,6 +106,7 @@ class ModelRunner:
         shape = KVCacheShape(
             layers=self._model.kv_layers, block_size=config.block_size, dtype=dtype
         )
+        self.max_num_batched_tokens = max_num_batched_tokens(config, self._model, packing, shape)
         self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
         logger.info(
@@ -267,7 +269,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_step(self, config: EngineConfig, shape: KVCacheShape) -> None:
         """One step with as many tokens, and as many rows with logits, as a plan may have."""
-        num_tokens = min(config.max_num_batched_tokens, self.max_model_len)
+        num_tokens = min(self.max_num_batched_tokens, self.max_model_len)
         num_blocks = -(-num_tokens // shape.block_size)
         scratch = KVCache(shape, num_blocks, self.device)
         positions = torch.arange(num_tokens, device=self.device)

@@ -91,6 +91,7 @@ class EngineStats:
     num_free_blocks: int
     free_seqs: int  # sequences that could be added and run in the next step
     free_tokens: int  # KV tokens neither held nor promised to unfinished sequences
+    max_num_batched_tokens: int  # in one step: the setting, or what was chosen in its place
     last_step_seqs: int
     last_step_tokens: int
     peak_step_seqs: int

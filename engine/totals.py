@@ -37,6 +37,7 @@ class Totals:
 
     def stats(self, scheduler: Scheduler, config: EngineConfig, num_outside: int) -> EngineStats:
         """These totals, and how things stand; `num_outside` requests wait outside the scheduler."""
+        assert config.max_num_batched_tokens is not None, "the engine has chosen"
         free_tokens = scheduler.num_free_blocks * config.block_size
         num_seqs = scheduler.num_running + scheduler.num_waiting
         return EngineStats(
@@ -46,6 +47,7 @@ class Totals:
             num_free_blocks=scheduler.num_free_blocks,
             free_seqs=max(0, config.max_num_seqs - num_seqs),
             free_tokens=max(0, free_tokens - scheduler.promised_tokens),
+            max_num_batched_tokens=config.max_num_batched_tokens,
             num_preemptions=scheduler.num_preemptions,
             last_step_seqs=self.last_step_seqs,
             last_step_tokens=self.last_step_tokens,

@@ -99,9 +99,15 @@ class Settings:
         0.9, "Share of a GPU's memory the engine may fill.", low=0.05, high=1.0
     )
     max_num_seqs: int = _setting(64, "Sequences in one engine step.", low=1, high=65536)
-    max_num_batched_tokens: int = _setting(
-        512, "Tokens in one engine step.", unit="tokens", low=1, high=1 << 24
-    )
+    max_num_batched_tokens: int | None = _setting(
+        None, "Tokens in one engine step; unset: as many as suit the machine, measured at the "
+        "first start on a CPU with compiled kernels, or 512.", unit="tokens", low=1, high=1 << 24,
+    )  # fmt: skip
+    step_target_ms: int = _setting(
+        250, "How long a step may keep waiting those who decode beside a prompt, where its tokens "
+        "are chosen by measuring; 0: 512 tokens, not measured.", unit="milliseconds",
+        low=0, high=60_000,
+    )  # fmt: skip
     max_model_len: int | None = _setting(
         None, "Prompt + generated tokens; unset: the model's own limit.", unit="tokens", low=2,
         high=1 << 27,

@@ -151,6 +151,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        step_target_ms=settings.step_target_ms,
         max_model_len=settings.max_model_len,
         enable_prefix_caching=settings.prefix_caching,
         num_threads=settings.threads,

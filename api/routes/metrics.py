@@ -30,6 +30,7 @@ GAUGES = {
     "num_waiting": ("engine_waiting_sequences", "Sequences in the engine without KV blocks."),
     "last_step_seqs": ("engine_batch_sequences", "Sequences in the last step."),
     "last_step_tokens": ("engine_batch_tokens", "Tokens computed in the last step."),
+    "max_num_batched_tokens": ("engine_batch_tokens_limit", "Most tokens computed in one step."),
     "peak_step_seqs": ("engine_batch_sequences_peak", "Most sequences in one step."),
     "num_blocks": ("engine_kv_blocks", "Blocks of the KV cache."),
     "num_free_blocks": ("engine_kv_blocks_free", "Blocks of the KV cache in no sequence's hold."),

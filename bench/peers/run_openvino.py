@@ -59,7 +59,7 @@ def main() -> None:
 def _pipeline(options: argparse.Namespace) -> Any:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 4  # GB
-    scheduler.max_num_batched_tokens = 512  # as Tokenmill's own default
+    scheduler.max_num_batched_tokens = 512  # as Tokenmill where nothing is measured
     scheduler.max_num_seqs = 64
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = True

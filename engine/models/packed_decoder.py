@@ -81,6 +81,36 @@ class PackedDecoder:
         self._make_buffers(PANEL)
         self._warm_up(kv_dtype)
 
+    @property
+    def num_workers(self) -> int:
+        """Threads of a step."""
+        return self._num_workers
+
+    @property
+    def num_multiplied(self) -> int:
+        """Weights that each token is multiplied by, but for those of its logits."""
+        s = self._settings
+        attention = 2 * (s.num_heads + s.num_kv_heads) * s.head_dim * s.hidden_size
+        return s.num_layers * (attention + 3 * s.intermediate_size * s.hidden_size)
+
+    @property
+    def cost_key(self) -> dict[str, str | int]:
+        """What the time of a step depends on, but for the machine and the KV cache's type."""
+        s = self._settings
+        return {
+            "threads": self._num_workers,
+            "weight_dtype": str(self.weight_dtype),
+            "block_size": self._attention.block_size,
+            "num_layers": s.num_layers,
+            "hidden_size": s.hidden_size,
+            "intermediate_size": s.intermediate_size,
+            "num_heads": s.num_heads,
+            "num_kv_heads": s.num_kv_heads,
+            "head_dim": s.head_dim,
+            "vocab_size": s.vocab_size,
+            "sliding_window": min(filter(None, s.sliding_windows), default=0),
+        }
+
     def forward(
         self,
         token_ids: Tensor,  # [T] int64, in [0, vocab)

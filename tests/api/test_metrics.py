@@ -22,6 +22,7 @@ STATS = {
     "generated_tokens": 900.0,
     "last_step_seqs": 3.0,
     "last_step_tokens": 17.0,
+    "max_num_batched_tokens": 256.0,
     "peak_step_seqs": 8.0,
     "engine_restarts": 1,
     "engine_pid": 4711,
@@ -78,6 +79,7 @@ def test_engines_show_what_their_workers_said(client, hands):
     label = (MODEL, hands.worker_id)
     assert seen["tokenmill_engine_steps_total", *label] == 120
     assert seen["tokenmill_engine_batch_sequences", *label] == 3
+    assert seen["tokenmill_engine_batch_tokens_limit", *label] == 256
     assert seen["tokenmill_engine_kv_blocks", *label] == 64
     assert seen["tokenmill_engine_kv_blocks_free", *label] == 60
     assert seen["tokenmill_engine_preemptions_total", *label] == 2

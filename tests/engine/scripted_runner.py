@@ -39,6 +39,7 @@ class ScriptedRunner:
     ) -> None:
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
+        self.max_num_batched_tokens = 512
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.model_id = b"scripted"

@@ -25,6 +25,8 @@ def test_a_known_device_is_taken(device):
         ("kv_cache_bytes", 0, "at least 1"),
         ("max_num_seqs", 0, "at least 1"),
         ("max_num_batched_tokens", -5, "at least 1"),
+        ("step_target_ms", -1, "at least 0"),
+        ("step_target_ms", 0.5, "integer"),
         ("max_model_len", 0, "at least 1"),
         ("num_threads", 0, "at least 1"),
         ("num_threads", True, "integer"),
