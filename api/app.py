@@ -5,7 +5,9 @@ Knows jobs and the door check; knows nothing of workers and engines, and never l
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -25,6 +27,9 @@ from jobs.database import Database
 from jobs.redis_client import connect_async
 from jobs.settings import Settings
 
+logger = logging.getLogger(__name__)
+
+RESTART_S = 1.0
 CPU_THREADS = 2  # more only take turns at the interpreter's lock
 MAX_CPU_WAITING = 256
 CPU_TIMEOUT_S = 30.0
@@ -40,8 +45,10 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         services.hints.start()
         tasks = [
-            asyncio.create_task(services.waiters.listen(settings)),
-            asyncio.create_task(services.waiters.reread(services.sql)),
+            asyncio.create_task(keep_running("listen", lambda: services.waiters.listen(settings))),
+            asyncio.create_task(
+                keep_running("reread", lambda: services.waiters.reread(services.sql))
+            ),
         ]
         try:
             yield
@@ -69,6 +76,22 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Edge)
     errors.install(app)
     return app
+
+
+async def keep_running(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do what never ends; begin again where it does, and say why.
+
+    A task that nobody awaits would end without a word, and what it did would be missed much later.
+    """
+    while True:
+        task = asyncio.create_task(work())
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+        error = None if task.cancelled() else task.exception()
+        logger.error("task ended: name=%s", name, exc_info=error)
+        await asyncio.sleep(RESTART_S)
 
 
 def _wire(settings: Settings) -> Services:

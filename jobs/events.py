@@ -1,7 +1,8 @@
 """Hints over Redis pub/sub: ids of jobs that ended, ids of jobs that were cancelled.
 
 A hint may be lost, doubled or late: whoever waits for one also looks at the row from time to time.
-Nothing is decided by a hint.
+Nothing is decided by a hint. Whoever reaches Redis may publish any bytes: what is no list of ids is
+logged and ignored.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ class Subscription:
 
     def __init__(self, settings: Settings, channel: Channel) -> None:
         self._name = f"{settings.key_prefix}{channel}"
-        self._redis = connect(settings.redis_url)
+        self._redis = connect(settings.redis_url, decode=False)
         self._pubsub: PubSub = self._redis.pubsub(  # type: ignore[no-untyped-call]
             ignore_subscribe_messages=True
         )
@@ -86,15 +87,15 @@ async def listen(settings: Settings, channel: Channel) -> AsyncIterator[list[str
     """Ids of hint after hint, for ever. An empty list says: newly connected, look at the rows."""
     name = f"{settings.key_prefix}{channel}"
     while True:
-        client = connect_async(settings.redis_url)
+        client = connect_async(settings.redis_url, decode=False)
         pubsub = client.pubsub(ignore_subscribe_messages=True)
         try:
             await pubsub.subscribe(name)
             yield []
             while True:
                 message = await pubsub.get_message(timeout=_SILENCE_S)
-                if message is not None:
-                    yield _ids(message)
+                if message is not None and (ids := _ids(message)):
+                    yield ids
         except (redis.RedisError, OSError) as error:
             logger.warning("subscription broken: channel=%s error=%s", name, error)
         finally:
@@ -104,5 +105,10 @@ async def listen(settings: Settings, channel: Channel) -> AsyncIterator[list[str
         await asyncio.sleep(RECONNECT_S)
 
 
-def _ids(message: dict[str, object]) -> list[str]:
-    return str(message["data"]).split()
+def _ids(message: dict[str, bytes]) -> list[str]:
+    channel, content = message["channel"], message["data"]
+    try:
+        return content.decode("ascii").split()
+    except UnicodeDecodeError:
+        logger.warning("hint ignored: channel=%r bytes=%d are no ids", channel, len(content))
+        return []

@@ -21,19 +21,23 @@ _OPTIONS: dict[str, Any] = {
     "socket_timeout": REPLY_TIMEOUT_S,
     "socket_keepalive": True,
     "health_check_interval": 5,
-    "decode_responses": True,
 }
 
 
-def connect(url: str) -> "redis.Redis":
-    """A client that fails within three seconds and never retries by itself: its callers do."""
-    return redis.Redis.from_url(client_url(url), retry=Retry(NoBackoff(), 0), **_options(url))
+def connect(url: str, *, decode: bool = True) -> "redis.Redis":
+    """A client that fails within three seconds and never retries by itself: its callers do.
+
+    With `decode` false it gives bytes; else what is not UTF-8 in a reply is a UnicodeDecodeError.
+    """
+    options = _options(url) | {"decode_responses": decode}
+    return redis.Redis.from_url(client_url(url), retry=Retry(NoBackoff(), 0), **options)
 
 
-def connect_async(url: str) -> "redis.asyncio.Redis":
+def connect_async(url: str, *, decode: bool = True) -> "redis.asyncio.Redis":
     """The same for an event loop."""
+    options = _options(url) | {"decode_responses": decode}
     return redis.asyncio.Redis.from_url(
-        client_url(url), retry=AsyncRetry(NoBackoff(), 0), **_options(url)
+        client_url(url), retry=AsyncRetry(NoBackoff(), 0), **options
     )
 
 

@@ -13,6 +13,7 @@ import redis
 from api.waiters import REREAD_S
 from cli.servers import Valkey
 from jobs.celery_app import queue_for
+from jobs.events import Channel
 from jobs.settings import ModelEntry, Settings
 from tests.api.conftest import MODEL, error_of, hands_on, process, serving, submit, until
 
@@ -51,6 +52,22 @@ def test_the_news_comes_at_once_by_redis(sqlite_client, hands, monkeypatch):
     job = submit(sqlite_client)
     claimed = hands.claim(job["id"])
     time.sleep(REREAD_S + 0.5)  # past the first re-read
+    waiting = Waiting(sqlite_client, job["id"], 30)
+    time.sleep(0.5)
+    hands.finish(claimed)
+    assert waiting.join().json()["status"] == "succeeded"
+    assert waiting.seconds < 10
+
+
+def test_the_news_still_comes_by_redis_after_bytes_that_are_no_ids(
+    sqlite_client, sqlite_settings, hands, monkeypatch
+):
+    monkeypatch.setattr("api.waiters.REREAD_S", 60.0)
+    job = submit(sqlite_client)
+    claimed = hands.claim(job["id"])
+    time.sleep(REREAD_S + 0.5)
+    with redis.Redis.from_url(sqlite_settings.redis_url) as broker:
+        broker.publish(f"{sqlite_settings.key_prefix}{Channel.ENDED}", b"\xff\xfe")
     waiting = Waiting(sqlite_client, job["id"], 30)
     time.sleep(0.5)
     hands.finish(claimed)
