@@ -32,9 +32,17 @@ _WRITES = "tokenmill_writes"
 
 _SQLITE_CLOCK = "(julianday('now') - 2440587.5) * 86400.0"
 _POSTGRES_CLOCK = "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
-# the disk may be mended, the writer may end
+# the disk may be mended or writable again, the writer may end, a descriptor may become free
 _TRANSIENT_SQLITE = frozenset(
-    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL}
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+    }
 )
 # 08: connection; 40: serialization failure, deadlock; 53: out of disk, memory or connections;
 # 57: a statement cancelled by its timeout or by a person, a server going down or not yet up
@@ -170,7 +178,9 @@ def trouble(error: BaseException) -> str:
         return "the database's disk is full"
     if code == sqlite3.SQLITE_IOERR or sqlstate == "58030":
         return "the database's disk is full or fails"  # SQLite says the one or the other
-    if sqlstate == "25006":
+    if code == sqlite3.SQLITE_CANTOPEN:
+        return "the database's file cannot be opened"
+    if code == sqlite3.SQLITE_READONLY or sqlstate == "25006":
         return "the database is read-only"
     if sqlstate == "57014":
         return "the database took too long, or was told to stop"

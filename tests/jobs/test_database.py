@@ -1,5 +1,8 @@
 """Opening, beginning and telling the time on both databases."""
 
+import contextlib
+import os
+import resource
 import threading
 import time
 
@@ -127,6 +130,43 @@ def test_a_full_or_locked_sqlite_is_worth_another_try(sqlite_url):
             second.execute(text("DELETE FROM jobs"))
     assert transient(caught.value)
     assert trouble(caught.value) == "the database is busy with another writer"
+    database.dispose()
+
+
+@contextlib.contextmanager
+def no_descriptor_left():
+    """For whoever opens a file in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as lowest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 1, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_sqlite_that_cannot_be_opened_is_worth_another_try(sqlite_url):
+    database = Database(sqlite_url)
+    for entered in (database.begin, database.read):
+        unable = pytest.raises(OperationalError, match="unable to open database file")
+        with no_descriptor_left(), unable as caught, entered():
+            pass
+        assert transient(caught.value)
+        assert trouble(caught.value) == "the database's file cannot be opened"
+    with database.begin() as connection:
+        connection.execute(INSERT)
+    database.dispose()
+
+
+def test_a_sqlite_that_has_become_read_only_is_worth_another_try(sqlite_url):
+    database = Database(sqlite_url)
+    with database.begin() as connection:
+        connection.exec_driver_sql("PRAGMA query_only = ON")
+        with pytest.raises(OperationalError, match="readonly") as caught:
+            connection.execute(INSERT)
+        connection.exec_driver_sql("PRAGMA query_only = OFF")
+    assert transient(caught.value)
+    assert trouble(caught.value) == "the database is read-only"
     database.dispose()
 
 
