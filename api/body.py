@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from starlette.requests import ClientDisconnect, Request
 
 from api.errors import ApiError, BadRequest, BodyTooLarge, Overloaded
+from api.query import read_header
 
 READ_TIMEOUT_S = 30.0  # for a whole body; a slow sender must not hold memory for longer
 DRAIN_BYTES = 64 * 2**20  # most of a refused body that is read and thrown away
@@ -103,15 +104,15 @@ async def _drain(stream: AsyncGenerator[bytes, None] | AsyncIterator[bytes]) -> 
 
 
 def _check_headers(request: Request) -> None:
-    kind, _, rest = request.headers.get("content-type", "").partition(";")
+    kind, _, rest = (read_header(request, "content-type") or "").partition(";")
     charset = rest.strip().lower().replace('"', "")
     if kind.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
         raise BadRequest(
             f"content-type must be application/json in utf-8, got {kind + rest[:100]!r}",
             param="content-type",
         )
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = read_header(request, "content-encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
         raise BadRequest(
             f"content-encoding must be identity, got {encoding[:100]!r}", param="content-encoding"
         )

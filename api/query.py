@@ -1,4 +1,4 @@
-"""Query strings: each parameter known, given once and within its bound, or refused by name.
+"""Query strings and headers: each known, given once and within its bound, or refused by name.
 
 A parameter's reader takes the text and raises ValueError, whose message goes on after the
 parameter's name ("must be …").
@@ -39,6 +39,15 @@ def read_query(request: Request, readers: Mapping[str, Reader]) -> dict[str, Any
         except ValueError as error:
             raise BadRequest(f"{name} {error}, got {_brief(text)}", param=name) from None
     return values
+
+
+def read_header(request: Request, name: str) -> str | None:
+    """A header's value, None where there is none. Raises BadRequest where it is given twice: the
+    first may be for somebody before us, the second for us, and nobody can tell."""
+    values = request.headers.getlist(name)
+    if len(values) > 1:
+        raise BadRequest(f"{name} must be given once", param=name)
+    return values[0] if values else None
 
 
 def text(value: str) -> str:

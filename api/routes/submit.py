@@ -22,7 +22,7 @@ from api.errors import (
     json_response,
 )
 from api.present import job_object
-from api.query import read_query
+from api.query import read_header, read_query
 from api.services import Services, ServicesDep
 from jobs import store, strict_json
 from jobs.records import JobRecord, NewJob, new_job_id
@@ -156,7 +156,7 @@ def _dump(value: object) -> bytes:
 
 
 def _idempotency_key(request: Request) -> str | None:
-    key = request.headers.get("idempotency-key")
+    key = read_header(request, "idempotency-key")
     if key is not None and not (1 <= len(key) <= MAX_KEY_CHARACTERS and key.isascii()):
         raise BadRequest(
             f"idempotency-key must have 1 to {MAX_KEY_CHARACTERS} ASCII characters, got {len(key)}",

@@ -300,6 +300,26 @@ def test_another_content_type_is_refused(door, headers, param):
     assert error_of(reply)["param"] == param
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "another"])
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("Idempotency-Key", "key-1", "key-2"),
+        ("Content-Type", "application/json", "text/plain"),
+        ("Content-Encoding", "identity", "gzip"),
+    ],
+)
+def test_a_header_given_twice_is_refused_by_name(door, name, value, other, same):
+    headers = {"Content-Type": "application/json"} | {name: value}
+    pairs = [*headers.items(), (name.upper(), value if same else other)]
+    content = json.dumps(completion()).encode()
+    reply = door.post("/v1/jobs", content=content, headers=pairs)
+    assert reply.status_code == 400
+    error = error_of(reply)
+    assert error["param"] == name.lower()
+    assert error["message"] == f"{name.lower()} must be given once"
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [
