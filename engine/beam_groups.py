@@ -108,20 +108,36 @@ class BeamGroup:
             self.spare.append(place)
 
 
-def stalled_sequences(groups: Mapping[str, BeamGroup]) -> list[Sequence]:
-    """Running beams that should make room: their groups are stalled, and one that ranks before is.
+def stalled_sequences(
+    groups: Mapping[str, BeamGroup],
+    running: list[Sequence],
+    first_without_room: Sequence | None,  # of those that wait: the ones behind it wait for it
+) -> list[Sequence]:
+    """Running beams that should make room, for their groups are stalled.
 
-    Two stalled groups could hold each other's blocks for ever. The first alone keeps what it has:
-    whatever else runs goes on and ends.
+    Two stalled groups could hold each other's blocks for ever. The one that ranks first keeps what
+    it has while anything else runs, which goes on and ends. Where nothing else does, it makes room
+    too if its other beams wait behind somebody who waits for its blocks.
     """
     stalled = [group for group in groups.values() if group.is_stalled]
+    if not stalled:
+        return []
     stalled.sort(key=lambda group: min(map(rank, group.places.values())))
-    return [
-        sequence
-        for group in stalled[1:]
-        for sequence in sorted(group.places.values(), key=rank, reverse=True)
-        if sequence.state is SequenceState.RUNNING
+    beams = [
+        [
+            sequence
+            for sequence in sorted(group.places.values(), key=rank, reverse=True)
+            if sequence.state is SequenceState.RUNNING
+        ]
+        for group in stalled
     ]
+    waits_for_itself = (
+        first_without_room is not None
+        and len(running) == sum(map(len, beams))
+        and rank(first_without_room) < min(map(rank, stalled[0].places.values()))
+    )
+    num_kept = 0 if waits_for_itself else 1
+    return [sequence for group in beams[num_kept:] for sequence in group]
 
 
 def _parent(beam: Beam) -> Beam:

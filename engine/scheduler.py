@@ -145,9 +145,11 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step. Its result must go to `update` before the next call."""
         self._expire(now)
-        self._admit_waiting()
-        for sequence in stalled_sequences(self._beams):
+        first_without_room = self._admit_waiting()
+        for sequence in stalled_sequences(self._beams, self._running, first_without_room):
             self._preempt(sequence)
+        if not self._running:
+            self._admit_waiting()
         scheduled: list[ScheduledSequence] = []
         copies: list[tuple[int, int]] = []
         budget = self._budget.num_tokens
@@ -295,8 +297,8 @@ class Scheduler:
         while (request_id := self._deadlines.pop(now)) is not None:
             self._ended += self._end_request(request_id, FinishReason.DEADLINE)
 
-    def _admit_waiting(self) -> None:
-        """Let waiting sequences run, in rank order, while seats, tokens and blocks last.
+    def _admit_waiting(self) -> Sequence | None:
+        """Let waiting sequences run, in rank order, up to the one returned that lacks room.
 
         In order as far as seats and blocks go: were a small prompt to pass a large one that does
         not fit yet, a stream of small ones could keep the large one waiting for ever. A long prompt
@@ -314,7 +316,7 @@ class Scheduler:
                 num_blocks_passed += self._blocks.num_blocks_for(sequence.num_tokens)
                 continue
             if not self._make_room(sequence, num_blocks_passed):
-                return
+                return sequence
             del self._waiting[num_passed]
             self._blocks.admit(sequence)
             self._seats.take(sequence)
@@ -322,6 +324,7 @@ class Scheduler:
                 sequence.num_cached_tokens = min(
                     sequence.num_computed_tokens, sequence.num_prompt_tokens
                 )
+        return None
 
     def _make_room(self, sequence: Sequence, num_blocks_passed: int) -> bool:
         """Whether a sequence can run now; preempts what has less priority if that is what it takes.

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
@@ -155,6 +156,45 @@ def test_beams_are_preempted_and_computed_again_from_their_tokens(num_before):
     assert world.scheduler.num_preemptions > 0
     for name in names:
         world.check_texts(name)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("num_beams", [2, 3])
+@pytest.mark.parametrize("early", [1, 2, 3, 4])
+def test_beams_behind_one_that_waits_for_their_blocks_let_it_go_first(
+    early, num_beams, enable_prefix_caching
+):
+    """What came before holds too much for the search, then waits for what the search holds."""
+    world = World(
+        num_blocks=6, block_size=16, max_num_seqs=4, enable_prefix_caching=enable_prefix_caching
+    )
+    world.add([5] * 68, SamplingParams(max_tokens=3, n=2, ignore_eos=True))
+    for _ in range(early):
+        world.step()
+    params = SamplingParams(max_tokens=14, num_beams=num_beams, n=2, ignore_eos=True)
+    names = [world.add([7] * 10, params), world.add([9], SamplingParams(max_tokens=4))]
+    world.drain(300)
+    world.check_texts(names[0])
+
+
+@pytest.mark.parametrize("first_seed", range(0, 400, 40))
+def test_every_search_ends_where_there_is_hardly_room(first_seed):
+    for seed in range(first_seed, first_seed + 40):
+        draw = random.Random(seed)
+        world = World(
+            num_blocks=draw.choice((5, 6, 8, 11, 16, 24)),
+            block_size=draw.choice((1, 3, 4, 8)),
+            max_num_seqs=draw.choice((2, 3, 4, 6, 16)),
+            max_num_batched_tokens=draw.choice((3, 7, 12, 64)),
+            enable_prefix_caching=draw.random() < 0.6,
+        )
+        for _ in range(30):
+            if draw.random() < 0.4:
+                prompt = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.choice((1, 4, 12, 19)))]
+                with suppress(ParameterError):
+                    world.add(prompt, some_params(draw), priority=draw.choice((0, 0, 0, 1)))
+            world.step()
+        world.drain()
 
 
 def test_beams_share_the_blocks_of_what_they_have_in_common():

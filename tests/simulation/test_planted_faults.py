@@ -321,7 +321,7 @@ def keep_the_last_token_of_beams_that_wait_for_others(patch):
 
 
 def let_searches_that_wait_hold_their_blocks(patch):
-    patch.setattr(scheduler, "stalled_sequences", lambda groups: [])
+    patch.setattr(scheduler, "stalled_sequences", lambda *_: [])
 
 
 def leave_the_places_of_an_aborted_search(patch):
