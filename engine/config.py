@@ -13,6 +13,9 @@ class EngineConfig:
     # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32
     dtype: str = "auto"
     quantization: str = "none"  # int8: weights in 8 bits, by a CPU's compiled kernels
+    # on a CPU another type for the KV cache: int8 has a scale for each token's key, and value, of a
+    # head; auto is what dtype says, but float16 where that is auto and weights are in 8 bits
+    kv_cache_dtype: str = "auto"
     kernels: str = "auto"  # auto: compiled ones where they run; reference: plain PyTorch
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     block_size: int = 16  # tokens per KV block
@@ -38,6 +41,11 @@ class EngineConfig:
             )
         if self.quantization not in ("none", "int8"):
             raise ValueError(f"quantization must be none or int8, got {self.quantization!r}")
+        if self.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", "int8"):
+            raise ValueError(
+                f"kv_cache_dtype must be auto, float32, float16, bfloat16 or int8, "
+                f"got {self.kv_cache_dtype!r}"
+            )
         if self.kernels not in ("auto", "reference"):
             raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from engine.kernels.memory import allocate
 from engine.kernels.registry import Kernels
 
+SCALE_BYTES = 4  # a float32 beside each token's key, and value, of a head, in 8 bits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
@@ -24,12 +26,16 @@ class KVCacheShape:
 
     layers: tuple[LayerShape, ...]
     block_size: int  # tokens
-    dtype: torch.dtype
+    dtype: torch.dtype  # int8: with a scale for each token's key, and value, of a head
+
+    def width(self, layer: LayerShape) -> int:
+        """Numbers that a token's key, or value, of a head takes up, its scale included."""
+        return layer.head_dim + (SCALE_BYTES if self.dtype == torch.int8 else 0)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        values = sum(layer.num_kv_heads * 2 * layer.head_dim for layer in self.layers)
+        values = sum(layer.num_kv_heads * 2 * self.width(layer) for layer in self.layers)
         return values * self.block_size * self.dtype.itemsize
 
     def num_blocks(self, num_bytes: int) -> int:
@@ -46,7 +52,8 @@ class KVCache:
     """Keys and values of every layer, [num_blocks, H_kv, 2, block_size, D] each.
 
     One head's keys and values lie side by side and a block is contiguous: on a CPU a random block
-    is then read 1.7-2 times faster than with the heads or the layers innermost.
+    is then read 1.7-2 times faster than with the heads or the layers innermost. In 8 bits D + 4
+    stands for D: where in a block the scales lie is for the kernels to say.
     """
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
@@ -56,7 +63,7 @@ class KVCache:
         # zeroed, so that even a slot read by mistake holds a number
         self.layers: list[Tensor] = [
             allocate(
-                (num_blocks, layer.num_kv_heads, 2, shape.block_size, layer.head_dim),
+                (num_blocks, layer.num_kv_heads, 2, shape.block_size, shape.width(layer)),
                 shape.dtype,
                 device,
             )

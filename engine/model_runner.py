@@ -22,6 +22,7 @@ from engine.logits_processors import TokenHistory
 from engine.logprobs import token_logprobs
 from engine.models.model import Model, load_model
 from engine.models.packing import (
+    cache_dtype,
     compiled_draws,
     compute_dtype,
     packing_of,
@@ -86,7 +87,8 @@ class ModelRunner:
         self._kernels = select_kernels(self.device)
         with Checkpoint(resolve_folder(config.model)) as checkpoint:
             dtype = compute_dtype(config.dtype, self.device, checkpoint)
-            packing = packing_of(config, self.device, checkpoint)
+            kv_dtype = cache_dtype(config, self.device, dtype)
+            packing = packing_of(config, self.device, checkpoint, kv_dtype)
             with telling_of_compilation(packing, on_compile):
                 self._model = load_model(
                     checkpoint,
@@ -98,21 +100,22 @@ class ModelRunner:
                 self._draws = compiled_draws(packing)
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
             # a cache filled in another type, or by other kernels, holds other numbers
-            self.model_id = checkpoint.fingerprint + f"{dtype} {packing}".encode()
+            self.model_id = checkpoint.fingerprint + f"{dtype} {kv_dtype} {packing}".encode()
         self.vocab_size = self._model.vocab_size
         self.max_model_len = _max_model_len(config, self._model)
         self._histories: WeakKeyDictionary[Sequence, TokenHistory] = WeakKeyDictionary()
         self._block_size = config.block_size
         shape = KVCacheShape(
-            layers=self._model.kv_layers, block_size=config.block_size, dtype=dtype
+            layers=self._model.kv_layers, block_size=config.block_size, dtype=kv_dtype
         )
         self.max_num_batched_tokens = max_num_batched_tokens(config, self._model, packing, shape)
         self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
         logger.info(
-            "model %s loaded: device=%s dtype=%s computed_by=%s num_blocks=%d max_model_len=%d",
-            config.model, self.device, dtype, type(self._model).__name__, self.num_blocks,
-            self.max_model_len,
+            "model %s loaded: device=%s dtype=%s kv_dtype=%s computed_by=%s num_blocks=%d "
+            "max_model_len=%d",
+            config.model, self.device, dtype, kv_dtype, type(self._model).__name__,
+            self.num_blocks, self.max_model_len,
         )  # fmt: skip
 
     @torch.inference_mode()

@@ -82,6 +82,12 @@ class Settings:
     quantization: str = _setting(
         "none", "int8: weights in 8 bits, on a CPU with compiled kernels.", choices=("none", "int8")
     )
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "Type of a CPU's KV cache; auto is what TOKENMILL_DTYPE says, but float16 where that is "
+        "auto and weights are in 8 bits. int8 has a scale for each token and head.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+    )
     kernels: str = _setting(
         "auto",
         "auto: compiled kernels where they run; reference: plain PyTorch.",

@@ -143,6 +143,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         model=model.path,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         kernels=settings.kernels,
         device=settings.device,
         block_size=settings.block_size,

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEAST_IN_8_BITS = 1e-35  # the largest number of a key or value that is not kept as zeros
+
 
 def paged_attention(
     query: Tensor,  # [T, H, D] the step's tokens, all sequences end to end
-    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] keys at 0, values at 1
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] keys at 0, values at 1, in any type
     block_tables: Tensor,  # [N, max_blocks], right-padded with anything
     cu_query_lens: Tensor,  # [N + 1], sequence n's tokens are query[cu[n]:cu[n + 1]]
     seq_lens: Tensor,  # [N] tokens in the cache, this step's included
@@ -51,7 +53,7 @@ def paged_attention(
         gathered = torch.index_select(rows, 0, index, out=scratch[: index.numel()])
         held = gathered.view(num_kv_heads, 2, -1, kv_cache.shape[4])
         origin = first_block * block_size  # the position of held[..., 0, :]
-        held = held[:, :, first - origin : seq_len - origin]
+        held = _numbers(held[:, :, first - origin : seq_len - origin])
         if softcap is None and sinks is None:
             out[chunk] = _attend(query[chunk], held, scale, sliding_window)
         else:
@@ -125,14 +127,41 @@ def _visible(
 def store_kv(
     key: Tensor,  # [T, H_kv, D]
     value: Tensor,  # [T, H_kv, D]
-    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed; int8 [… D + 4]
     slot_mapping: Tensor,  # [T] int64, block × block_size + place in the block; no slot twice
 ) -> None:
-    """Write each token's key and value into its slot."""
+    """Write each token's key and value into its slot, in the cache's type."""
     block_size = kv_cache.shape[3]
     block, place = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[block, :, 0, place] = key
-    kv_cache[block, :, 1, place] = value
+    for i, x in enumerate((key, value)):
+        kept = _in_8_bits(x) if kv_cache.dtype == torch.int8 else x.to(kv_cache.dtype)
+        kv_cache[block, :, i, place] = kept
+
+
+def _in_8_bits(
+    x: Tensor,  # [..., D]
+) -> Tensor:  # [..., D + 4] int8, the last four bytes a float32
+    """Each row's largest number as ±127, all rounded to the nearest, and the scale they are given.
+
+    What is not a number, or infinite, makes the scale no number.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    # of smaller numbers the scale would lose digits: they are kept as zeros
+    scale = torch.where(largest < LEAST_IN_8_BITS, 0.0, scale)
+    rounded = torch.where(scale > 0, x / scale, 0.0).round().to(torch.int8)
+    return torch.cat((rounded, scale.view(torch.int8)), dim=-1)
+
+
+def _numbers(
+    held: Tensor,  # [..., D], or int8 [..., D + 4]
+) -> Tensor:  # [..., D]
+    """What a cache holds, as it is used."""
+    if held.dtype != torch.int8:
+        return held
+    rounded, scale = held[..., :-4], held[..., -4:]
+    return rounded.float() * scale.contiguous().view(torch.float32)
 
 
 def copy_blocks(

@@ -61,13 +61,11 @@ class PagedStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        cache = self.kv_caches[layer]
-        width, value_dim = cache.shape[4], value.shape[2]
+        cache, value_dim = self.kv_caches[layer], value.shape[2]
+        width = max(key.shape[2], value_dim)
         # where keys and values differ in size (MLA), zeros fill the smaller; they add nothing
         query, key, value = (F.pad(x, (0, width - x.shape[2])) for x in (query, key, value))
-        self.kernels.store_kv(
-            key.to(cache.dtype), value.to(cache.dtype), cache, self.metadata.slot_mapping
-        )
+        self.kernels.store_kv(key, value, cache, self.metadata.slot_mapping)
         attended = self.kernels.paged_attention(
             query.contiguous(),
             cache,

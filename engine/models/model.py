@@ -74,6 +74,6 @@ def load_model(
             settings,
             block_size=packing.block_size,
             weight_dtype=packing.weight_dtype,
-            kv_dtype=dtype,
+            kv_dtype=packing.kv_dtype,
         )
     return Decoder(checkpoint, settings, dtype=dtype, device=device, kernels=kernels)

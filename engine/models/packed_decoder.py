@@ -23,7 +23,7 @@ from engine.kernels.cpu.quantize import pack_int8, quantized_words
 from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
-from engine.kv_cache import LayerShape
+from engine.kv_cache import KVCache, KVCacheShape, LayerShape
 from engine.layers.attention import AttentionMetadata
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import IGNORED, IGNORED_WHEN_TIED, DecoderLayer, DecoderLoader
@@ -45,7 +45,7 @@ class PackedDecoder:
         *,
         block_size: int,  # a multiple of 16
         weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
-        kv_dtype: torch.dtype,  # likewise keys and values; all arithmetic is in float32
+        kv_dtype: torch.dtype,  # likewise keys and values, whose arithmetic is in float32
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
         assert block_size % PANEL == 0
@@ -224,7 +224,10 @@ class PackedDecoder:
     def _warm_up(self, kv_dtype: torch.dtype) -> None:
         """Compile what is not yet on disk: one token, in a cache of one block."""
         started = time.monotonic()
-        block_size, first = self._attention.block_size, torch.zeros(1, dtype=torch.int64)
+        first = torch.zeros(1, dtype=torch.int64)
+        shape = KVCacheShape(
+            layers=self.kv_layers, block_size=self._attention.block_size, dtype=kv_dtype
+        )
         self.forward(
             first,
             first,
@@ -234,10 +237,7 @@ class PackedDecoder:
                 slot_mapping=first,
                 block_tables=torch.zeros((1, 1), dtype=torch.int32),
             ),
-            [
-                allocate((1, kept.num_kv_heads, 2, block_size, kept.head_dim), kv_dtype, CPU)
-                for kept in self.kv_layers
-            ],
+            KVCache(shape, 1, CPU).layers,
             first,
         )
         logger.info("kernels ready: seconds=%.1f", time.monotonic() - started)

@@ -23,6 +23,7 @@ class Packing:
 
     block_size: int  # tokens of a KV block
     weight_dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
 def compute_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
@@ -34,8 +35,23 @@ def compute_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> to
     return checkpoint.dtype
 
 
+def cache_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> torch.dtype:
+    """In which type keys and values are kept by a model that computes in one."""
+    name = config.kv_cache_dtype
+    if name == "auto":
+        # 8-bit weights have cost more than the rounding of keys and values to 11 bits
+        small = config.quantization == "int8" and config.dtype == "auto"
+        return torch.float16 if small else computed
+    kept = torch.int8 if name == "int8" else DTYPES[name]
+    if device.type != "cpu" and kept != computed:
+        raise ValueError(
+            f"kv_cache_dtype {name} needs a CPU: on {device} the KV cache has the model's type"
+        )
+    return kept
+
+
 def packing_of(
-    config: EngineConfig, device: torch.device, checkpoint: Checkpoint
+    config: EngineConfig, device: torch.device, checkpoint: Checkpoint, kv_dtype: torch.dtype
 ) -> Packing | None:
     """How compiled kernels keep the model, where they can run."""
     reason = _not_packed_because(config, device)
@@ -44,7 +60,7 @@ def packing_of(
         kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
         if config.quantization == "int8":
             kept = torch.int8
-        return Packing(block_size=config.block_size, weight_dtype=kept)
+        return Packing(block_size=config.block_size, weight_dtype=kept, kv_dtype=kv_dtype)
     if config.quantization != "none":
         raise ValueError(f"quantization {config.quantization} needs compiled CPU kernels: {reason}")
     if device.type == "cpu" and config.kernels != "reference":

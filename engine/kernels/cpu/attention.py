@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, for decodes and chunks of prompts alike.
 
-One head of a block holds its keys transposed, [block_size / 16, D, 16], then its values,
-[block_size, D]: both are right-hand sides of tiles, read in place. Query heads that share a KV head
-are rows of one left-hand side.
+Blocks hold keys and values as right-hand sides of tiles, see `kv_blocks`. Query heads that share a
+KV head are rows of one left-hand side. Of a cache in 8 bits, a key's scale multiplies its score,
+and a value's scale its key's weight, once the weights' sum is known; all else is as of any cache.
 
 Keys are taken in stretches: a softmax of its own in each, merged in order (Milakov and Gimelshein
 2018; split as in Dao et al. 2023, Flash-Decoding).
@@ -36,8 +36,9 @@ from engine.kernels.cpu.attention_plan import (
     SEQUENCE,
     STRETCH,
 )
-from engine.kernels.cpu.emit import PANEL, WIDTH
+from engine.kernels.cpu.emit import INT8, PANEL, WIDTH
 from engine.kernels.cpu.functions import call_function
+from engine.kernels.cpu.kv_blocks import key_panel_at, values_after_keys
 from engine.kernels.cpu.tiles import (
     FEW_ROWS,
     MAX_PANELS,
@@ -50,8 +51,9 @@ from engine.kernels.cpu.vectors import (
     as_integers,
     blend_rows,
     exp_float,
+    fetch,
+    multiply_by_scales,
     softmax_row,
-    store_number,
     weigh_row,
 )
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
@@ -76,39 +78,6 @@ class Scratch(NamedTuple):
     totals: np.ndarray  # [MAX_ITEM_ROWS, D + 2] of each row its values, peak and sum so far
     scores: np.ndarray  # [MAX_ROWS, STRETCH]
     parts: np.ndarray  # [MAX_ROWS, D + 2] the same over one stretch
-
-
-@njit(nogil=True, cache=True)
-def key_panel_at(cache, block_table, key, kv_head, shape):
-    """Address of the 16 keys around a place in a sequence, [D, 16]; block_table is its row."""
-    block = block_table[key // shape.block_size]
-    size = shape.block_size * shape.head_dim
-    head = (block * shape.num_kv_heads + kv_head) * 2 * size
-    inside = key % shape.block_size // PANEL * PANEL * shape.head_dim
-    return cache + (head + inside) * shape.kv_bytes
-
-
-@njit(nogil=True, cache=True)
-def store_token(cache, slot, kv_head, key, value, shape):
-    """Write one token's key and value, float32 [D], of one head into its slot."""
-    size = shape.block_size * shape.head_dim
-    block, place = slot // shape.block_size, slot % shape.block_size
-    head = (block * shape.num_kv_heads + kv_head) * 2 * size
-    first = head + place // PANEL * PANEL * shape.head_dim + place % PANEL
-    keys = cache + first * shape.kv_bytes
-    values = cache + (head + size + place * shape.head_dim) * shape.kv_bytes
-    if shape.kv_kind == 0:
-        for d in range(shape.head_dim):
-            store_number(key[d], keys + d * PANEL * 4, 0)
-            store_number(value[d], values + d * 4, 0)
-    elif shape.kv_kind == 1:
-        for d in range(shape.head_dim):
-            store_number(key[d], keys + d * PANEL * 2, 1)
-            store_number(value[d], values + d * 2, 1)
-    else:
-        for d in range(shape.head_dim):
-            store_number(key[d], keys + d * PANEL * 2, 2)
-            store_number(value[d], values + d * 2, 2)
 
 
 @njit(nogil=True, cache=True)
@@ -154,6 +123,28 @@ def cut_up(memory, head_dim):
         memory[scores_at:parts_at].reshape(MAX_ROWS, STRETCH),
         memory[parts_at : parts_at + MAX_ROWS * width].reshape(MAX_ROWS, width),
     )
+
+
+@njit(inline="always")
+def score_keys(queries, rows, head_dim, panels, low, high, values_at, kv_bytes, made, kind):
+    """Queries [rows, D] × the keys of some panels, into `made`; scales of 8-bit keys left out."""
+    numbers = PANEL * head_dim * kv_bytes  # bytes
+    size = numbers + 4 * PANEL if kind == INT8 else numbers
+    for p in range(low, high, MAX_PANELS):
+        ahead = p + AHEAD
+        if ahead < high:
+            first, second = panels[ahead], panels[ahead + 1]
+        else:  # past the last keys come the first values
+            ahead += low - high
+            first, second = panels[ahead] + values_at, panels[ahead + 1] + values_at
+        tile(
+            queries, head_dim, panels[p], panels[p + 1] - panels[p], PANEL,
+            made + 4 * PANEL * (p - low), STRETCH, 0, 0, 0, first, second - first,
+            -(-size // head_dim), head_dim, rows, min(MAX_PANELS, high - p), kind,
+        )  # fmt: skip
+        if kind == INT8:  # all scales of values are read before the first value
+            for panel in panels[p : p + MAX_PANELS]:
+                fetch(panel + values_at + numbers)
 
 
 @njit(inline="always")
@@ -213,30 +204,22 @@ def tile_function(kind: int) -> CFunc:
         low = (start - base) // PANEL
         high = -(-(end - base) // PANEL)
         first_key = base + PANEL * low
-        for p in range(low, high, MAX_PANELS):
-            ahead = p + AHEAD
-            if ahead < high:
-                first, second = panels[ahead], panels[ahead + 1]
-            else:  # past the last keys come the first values
-                ahead += low - high
-                first, second = panels[ahead] + values_at, panels[ahead + 1] + values_at
-            tile(
-                queries, head_dim, panels[p], panels[p + 1] - panels[p], PANEL,
-                made + 4 * PANEL * (p - low), STRETCH, 0, 0, 0, first, second - first,
-                PANEL * kv_bytes, head_dim, rows, min(MAX_PANELS, high - p), kind,
-            )  # fmt: skip
+        score_keys(queries, rows, head_dim, panels, low, high, values_at, kv_bytes, made, kind)
+        seen, scales_at = panels[low:], PANEL * head_dim  # of numbers in 8 bits
         for i in range(rows):
-            first_seen = 0
+            first_seen, row = 0, made + 4 * STRETCH * i
             if window > 0:
                 first_seen = max(0, places[i] + 1 - window - first_key)
+            if kind == INT8:
+                multiply_by_scales(row, seen.ctypes.data, scales_at, high - low)
             softmax_row(
-                made + 4 * STRETCH * i, high - low, first_seen, places[i] + 1 - first_key, scale,
-                softcap, parts + 4 * ((head_dim + 2) * i + head_dim),
+                row, high - low, first_seen, places[i] + 1 - first_key, scale, softcap,
+                parts + 4 * ((head_dim + 2) * i + head_dim),
             )  # fmt: skip
+            if kind == INT8:
+                multiply_by_scales(row, seen.ctypes.data, values_at + scales_at, high - low)
         # slots past the last key may hold anything: they are not touched
-        weigh_values(
-            made, panels[low:], values_at, end - first_key, rows, head_dim, kv_bytes, parts, kind
-        )
+        weigh_values(made, seen, values_at, end - first_key, rows, head_dim, kv_bytes, parts, kind)
         return 1
 
     return attend_tile
@@ -284,10 +267,9 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
             high = min(low + MAX_ROWS, num_rows)
             tile_arguments = (
                 scratch.queries[low:].ctypes.data, places[low:].ctypes.data, high - low,
-                stretch * STRETCH, panels.ctypes.data, head_dim,
-                shape.block_size * head_dim * shape.kv_bytes, shape.kv_bytes,
-                scores.window, scores.scale, scores.softcap, scratch.scores.ctypes.data,
-                scratch.parts.ctypes.data,
+                stretch * STRETCH, panels.ctypes.data, head_dim, values_after_keys(shape),
+                shape.kv_bytes, scores.window, scores.scale, scores.softcap,
+                scratch.scores.ctypes.data, scratch.parts.ctypes.data,
             )  # fmt: skip
             if call_function(shape.attend_tile, tile_arguments):
                 for i in range(low, high):

@@ -39,7 +39,7 @@ class AttentionShape(NamedTuple):
     head_dim: int  # a multiple of 16
     block_size: int  # a multiple of 16
     kv_kind: int  # how the cache stores numbers, see `emit`
-    kv_bytes: int  # of a stored number
+    kv_bytes: int  # of a stored number, without its scale
     attend_tile: int  # address of `attention.tile_function`'s
 
 

@@ -18,9 +18,9 @@ VECTOR_BYTES = 4 * WIDTH
 PANEL = 16  # columns of a tile
 NUM_VECTORS = PANEL // WIDTH  # of a tile's row
 
-# how numbers are stored; INT8 is for weights alone
+# how numbers are stored; those in 8 bits have their scales beside them
 FLOAT32, FLOAT16, BFLOAT16, INT8 = 0, 1, 2, 3
-ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2}
+ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, WIDTH)
@@ -56,18 +56,22 @@ def load(build: Any, address: Any, kind: int) -> Any:
 
 
 def load_stored(build: Any, address: Any, kind: int, width: int | None) -> Any:
-    """A stored number, or a vector of them, as float32."""
+    """A stored number, or a vector of them, as float32; one in 8 bits without its scale."""
 
     def of(element: Any) -> Any:
         return element if width is None else ir.VectorType(element, width)
 
-    stored = {FLOAT32: F32, FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16)}[kind]
+    stored = {
+        FLOAT32: F32, FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8),
+    }[kind]  # fmt: skip
     loaded = build.load(build.inttoptr(address, of(stored).as_pointer()))
     loaded.align = ITEM_BYTES[kind]
     if kind == FLOAT32:
         return loaded
     if kind == FLOAT16:
         return build.fpext(loaded, of(F32))
+    if kind == INT8:
+        return build.sitofp(loaded, of(F32))
     sixteen = I32(16) if width is None else ir.Constant(of(I32), [16] * width)
     return build.bitcast(build.shl(build.zext(loaded, of(I32)), sixteen), of(F32))
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from engine.kernels.cpu.attention import Scores, attend, store_token
+from engine.kernels.cpu.attention import Scores, attend
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
+from engine.kernels.cpu.kv_blocks import store_token
 from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes
 from engine.kernels.cpu.quantize import quantize_row, weight_at
 from engine.kernels.cpu.vectors import load_float, load_number

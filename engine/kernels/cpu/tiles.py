@@ -59,7 +59,7 @@ def tile(
     k: Any,
     rows: Any,  # 1 to MAX_ROWS
     panels: Any,  # 1 to MAX_PANELS
-    kind: Any,  # literal: FLOAT32, FLOAT16 or BFLOAT16
+    kind: Any,  # literal: FLOAT32, FLOAT16, BFLOAT16 or INT8
 ) -> Any:
     """C = A × B + start, each sum in the order of k, by fused multiply-adds in float32."""
     return by_variant(16, rows_and_panels(MAX_PANELS), _tile_function, kind)
@@ -165,7 +165,7 @@ def tile_over(
     k: Any,
     rows: Any,  # 1 to MAX_ROWS
     panels: Any,  # 1 to MAX_PANELS, or MAX_PANELS_FEW of few rows: columns side by side
-    kind: Any,  # literal: FLOAT32, FLOAT16 or BFLOAT16
+    kind: Any,  # literal: FLOAT32, FLOAT16, BFLOAT16 or INT8
 ) -> Any:
     """C = A × B as `tile` computes it, of a B that lies in pieces of 16 rows."""
     return by_variant(11, rows_and_panels(MAX_PANELS_FEW), _tile_over_function, kind)

@@ -20,10 +20,12 @@ from engine.kernels.cpu.emit import (
     INT8,
     INTEGERS,
     NUM_VECTORS,
+    PANEL,
     VECTOR_BYTES,
     WIDTH,
     branch,
     cap_softly,
+    declare,
     exponential,
     fma,
     larger,
@@ -31,6 +33,7 @@ from engine.kernels.cpu.emit import (
     load_one,
     load_stored,
     loop,
+    prefetch,
     reduce_lanes,
     splat,
     store,
@@ -110,6 +113,35 @@ def _hide_unseen(build: Any, scores: Any, begin: Any, first: Any, end: Any) -> A
         build.icmp_signed(">", build.add(begin, I64(WIDTH)), end),
     )
     return branch(build, some_unseen, [scores], hide)[0]
+
+
+@intrinsic
+def multiply_by_scales(
+    context: Any,
+    numbers: Any,  # address of float32 [16 × num_panels], changed
+    pieces: Any,  # address of int64 [num_panels]: where the 16 tokens of each panel lie
+    scales: Any,  # bytes from there to their float32 [16]
+    num_panels: Any,
+) -> Any:
+    """Each token's number times its scale."""
+    signature = types.void(*(types.int64,) * 4)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        numbers, pieces, scales, num_panels = args
+
+        def one_panel(index: Any, state: list[Any]) -> list[Any]:
+            address = build.add(pieces, build.mul(index, I64(8)))
+            piece = build.load(build.inttoptr(address, I64.as_pointer()))
+            for at in range(0, 4 * PANEL, VECTOR_BYTES):
+                scale = load(build, build.add(build.add(piece, scales), I64(at)), FLOAT32)
+                place = build.add(numbers, build.add(build.mul(index, I64(4 * PANEL)), I64(at)))
+                store(build, build.fmul(load(build, place, FLOAT32), scale), place)
+            return state
+
+        loop(build, num_panels, [], one_panel)
+        return _context.get_dummy_value()
+
+    return signature, emit
 
 
 @intrinsic
@@ -199,6 +231,46 @@ def _for_each_vector(build: Any, count: Any, do: Callable[[Any], None]) -> None:
 
 
 @intrinsic
+def largest_magnitude(
+    context: Any,
+    source: Any,  # address of float32 [count]
+    count: Any,  # a multiple of 16
+) -> Any:
+    """The largest of all |x|, in the order of their bits: infinity, and then what is no number."""
+    signature = types.float32(types.int64, types.int64)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        source, count = args
+        but_sign = splat(build, I32(0x7FFFFFFF))
+
+        def compare(index: Any, state: list[Any]) -> list[Any]:
+            address = build.add(source, build.mul(index, I64(VECTOR_BYTES)))
+            bits = build.bitcast(load(build, address, FLOAT32), INTEGERS)
+            return [larger_bits(state[0], build.and_(bits, but_sign))]
+
+        def larger_bits(x: Any, y: Any) -> Any:
+            return build.select(build.icmp_signed(">", x, y), x, y)
+
+        none = ir.Constant(INTEGERS, [0] * WIDTH)
+        [largest] = loop(build, build.sdiv(count, I64(WIDTH)), [none], compare)
+        return build.bitcast(reduce_lanes(build, largest, larger_bits), F32)
+
+    return signature, emit
+
+
+@intrinsic
+def fetch(context: Any, address: Any) -> Any:
+    """Have the line at an address, which may be anywhere, brought into the cache."""
+    signature = types.void(types.int64)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        prefetch(build, args[0])
+        return _context.get_dummy_value()
+
+    return signature, emit
+
+
+@intrinsic
 def exp_float(context: Any, x: Any) -> Any:
     """exp(x) by the polynomial of the vectors, so that both agree."""
     signature = types.float32(types.float32)
@@ -222,14 +294,11 @@ def load_float(context: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def load_number(context: Any, address: Any, kind: Any) -> Any:
-    """The number at an address, stored as `kind` (literal) says, as float32."""
+    """The number at an address, stored as `kind` (literal) says, as float32 without its scale."""
     stored = kind.literal_value
     signature = types.float32(types.int64, kind)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        if stored == INT8:
-            byte = build.load(build.inttoptr(args[0], ir.IntType(8).as_pointer()))
-            return build.sitofp(byte, F32)
         return load_stored(build, args[0], stored, None)
 
     return signature, emit
@@ -237,7 +306,10 @@ def load_number(context: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def store_number(context: Any, x: Any, address: Any, kind: Any) -> Any:
-    """Store a float32 as `kind` (literal) says, rounded to the nearest, ties to even."""
+    """Store a float32 as `kind` (literal) says, rounded to the nearest, ties to even.
+
+    In 8 bits it is to lie in [-127, 127].
+    """
     stored = kind.literal_value
     signature = types.void(types.float32, types.int64, kind)
 
@@ -248,6 +320,10 @@ def store_number(context: Any, x: Any, address: Any, kind: Any) -> Any:
         elif stored == FLOAT16:
             pointer = build.inttoptr(address, ir.HalfType().as_pointer())
             build.store(build.fptrunc(x, ir.HalfType()), pointer).align = 2
+        elif stored == INT8:
+            rounded = build.call(declare(build, "llvm.rint.f32", F32, F32), [x])
+            byte = build.fptosi(rounded, ir.IntType(8))
+            build.store(byte, build.inttoptr(address, ir.IntType(8).as_pointer()))
         else:
             bits = build.bitcast(x, I32)
             odd = build.and_(build.lshr(bits, I32(16)), I32(1))

@@ -5,11 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.cpu import MAX_THREADS
-from engine.kernels.cpu.attention import Scores, attend_all, store_token, tile_function
-from engine.kernels.cpu.attention_plan import AttentionShape, Sequences, plan_attention
+from engine.kernels.cpu.attention_plan import Sequences, plan_attention
 from engine.kernels.cpu.matmul import (
-    KINDS,
     ROWS_TOGETHER,
     multiply,
     multiply_gated,
@@ -21,29 +18,12 @@ from engine.kernels.cpu.stack import norm_row
 from engine.kernels.cpu.tiles_int8 import GROUP_WORDS
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
 from tests.engine.kernels import oracle
+from tests.engine.kernels.attention_case import WORKERS, Case
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-WORKERS = min(2, MAX_THREADS)
-NO_SINKS = np.empty(0, np.float32)
+KV_DTYPES = [*DTYPES, torch.int8]
+KEPT = [torch.float32, torch.int8]  # without a scale, and with one
 NO_MEETING = np.zeros(8, np.int64)  # of workers that run one after the other
-
-
-@pytest.fixture(autouse=True)
-def as_many_threads_as_workers():
-    """Workers that wait for each other need a thread each, whatever ran before in this one."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(WORKERS)
-    yield
-    numba.set_num_threads(before)
-
-
-@pytest.fixture
-def draw(request):
-    """Fresh numbers on every run; the seed stands in the failure."""
-    seed = int(torch.seed() % 2**31)
-    print("seed", seed)  # noqa: T201
-    torch.manual_seed(seed)
-    return np.random.default_rng(seed)
 
 
 def product(x, packed, out, dtype=torch.float32, *, bias=None, added=False, workers=WORKERS):
@@ -193,97 +173,10 @@ def test_workers_share_all_and_nothing_twice():
             assert [i for part in parts for i in part] == list(range(count))
 
 
-class Case:
-    """Random sequences in a cache whose free slots are NaN."""
-
-    def __init__(self, query_lens, seq_lens, *, shape, dtype, seed):
-        torch.manual_seed(seed)
-        heads, kv_heads, dim, block_size = shape
-        kind = KINDS[dtype]
-        self.shape = AttentionShape(
-            heads, kv_heads, dim, block_size, kind, dtype.itemsize, tile_function(kind).address
-        )
-        counts = [-(-length // block_size) for length in seq_lens]
-        order = torch.randperm(sum(counts) + 3).split([*counts, 3])
-        self.tables = np.full((len(seq_lens), max(counts) + 1), 2**31 - 1, np.int64)
-        for table, blocks in zip(self.tables, order[:-1], strict=True):
-            table[: len(blocks)] = blocks.numpy()
-        size = (sum(counts) + 3, kv_heads, 2, block_size, dim)
-        self.cache = torch.full(size, torch.nan, dtype=dtype)
-        self.held = []  # keys and values of each sequence
-        self.seq_lens, self.query_lens = list(seq_lens), list(query_lens)
-        self.queries = [torch.randn(length, heads, dim) for length in seq_lens]
-        for n, length in enumerate(seq_lens):
-            at = torch.arange(length)
-            slots = torch.from_numpy(self.tables[n])[at // block_size] * block_size
-            slots += at % block_size
-            key, value = torch.randn(2, length, kv_heads, dim).to(dtype).float()
-            self.held.append((key.double(), value.double()))
-            for t, slot in enumerate(slots.tolist()):
-                for h in range(kv_heads):
-                    store_token(
-                        self.cache.data_ptr(), slot, h, key[t, h].numpy(), value[t, h].numpy(),
-                        self.shape,
-                    )  # fmt: skip
-
-    def let_begin_alike(self, n, other, num_blocks):
-        """Have a sequence begin with another's blocks."""
-        self.tables[n, :num_blocks] = self.tables[other, :num_blocks]
-        count = num_blocks * self.shape.block_size
-        for own, given in zip(self.held[n], self.held[other], strict=True):
-            own[:count] = given[:count]
-
-    def attend(self, rows=None, query_lens=None, workers=WORKERS, **scores):
-        """Of some of the sequences, in a step of their own; their last query tokens."""
-        rows = list(range(len(self.seq_lens))) if rows is None else rows
-        query_lens = [self.query_lens[n] for n in rows] if query_lens is None else query_lens
-        query = torch.cat([self.queries[n][-q:] for n, q in zip(rows, query_lens, strict=True)])
-        out = torch.full_like(query, torch.nan)
-        cu = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int64)
-        lengths = np.array([self.seq_lens[n] for n in rows], np.int64)
-        sinks = scores.get("sinks")
-        sequences = Sequences(self.tables[rows], cu, lengths)
-        attend_all(
-            query.numpy(),
-            out.numpy(),
-            self.cache.data_ptr(),
-            sequences,
-            self.shape,
-            Scores(
-                scale=np.float32(0.2),
-                window=scores.get("window") or 0,
-                softcap=np.float32(scores.get("softcap") or 0.0),
-                sinks=NO_SINKS if sinks is None else sinks.numpy(),
-            ),
-            plan_attention(sequences, self.shape, workers),
-        )
-        parts = zip(query.double().split(query_lens), rows, strict=True)
-        expected = torch.cat([self.expected(part, n, **scores) for part, n in parts])
-        return out, expected
-
-    def expected(self, query, n, *, window=None, softcap=None, sinks=None):
-        """Of one sequence's last tokens, in float64."""
-        key, value = self.held[n]
-        group = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) * 0.2
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        place, at = torch.arange(len(key))[-len(query) :, None], torch.arange(len(key))
-        hidden = at > place
-        if window is not None:
-            hidden |= at <= place - window
-        weights = scores.masked_fill(hidden, -torch.inf).exp()
-        total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + sinks.double().exp()[:, None, None]
-        return torch.einsum("hqk,khd->qhd", weights / total, value)
-
-
 SHAPES = [(6, 2, 32, 16), (4, 4, 16, 32), (8, 1, 48, 16)]  # H, H_kv, D, block_size
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_float64_and_never_reads_a_free_slot(draw, shape, dtype):
     lengths = [1, 16, 17, *draw.integers(1, 600, 3).tolist()]
@@ -299,12 +192,11 @@ def test_attention_equals_float64_and_never_reads_a_free_slot(draw, shape, dtype
         torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", KEPT, ids=str)
 @pytest.mark.parametrize("scores", [{}, {"window": 70}, {"softcap": 3.0}], ids=str)
-def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores):
+def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores, dtype):
     lengths = [300, 17, 1, 700, 511]
-    case = Case(
-        lengths, lengths, shape=(6, 2, 32, 16), dtype=torch.float32, seed=int(draw.integers(2**31))
-    )
+    case = Case(lengths, lengths, shape=(6, 2, 32, 16), dtype=dtype, seed=int(draw.integers(2**31)))
     whole, _ = case.attend(**scores)
     last = [whole[end - 1] for end in np.cumsum(lengths)]
     for n, length in enumerate(lengths):
@@ -320,13 +212,11 @@ def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores):
         assert torch.equal(together[end], last[n])
 
 
-def a_case_that_shares(draw):
+def a_case_that_shares(draw, dtype=torch.float32):
     """A tree of prefixes, more decodes at its root than one item holds, and some apart from it."""
     lengths = [256, 1100, 1024, 1025, 700, 900, *draw.integers(512, 900, 18).tolist(), 600, 40]
     queries = [1] * 20 + [3, 1, 1, 1, 1, 1]
-    case = Case(
-        queries, lengths, shape=(6, 2, 32, 16), dtype=torch.float32, seed=int(draw.integers(2**31))
-    )
+    case = Case(queries, lengths, shape=(6, 2, 32, 16), dtype=dtype, seed=int(draw.integers(2**31)))
     for n in range(1, 24):
         case.let_begin_alike(n, 0, 16)
     for n in (2, 3):
@@ -337,9 +227,10 @@ def a_case_that_shares(draw):
     return case
 
 
+@pytest.mark.parametrize("dtype", KEPT, ids=str)
 @pytest.mark.parametrize("scores", [{}, {"window": 300}, {"softcap": 3.0}], ids=str)
-def test_a_shared_prefix_is_read_once_and_changes_no_bit(draw, scores):
-    case = a_case_that_shares(draw)
+def test_a_shared_prefix_is_read_once_and_changes_no_bit(draw, scores, dtype):
+    case = a_case_that_shares(draw, dtype)
     found, expected = case.attend(**scores)
     torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
     ends = np.cumsum(case.query_lens)
@@ -392,10 +283,8 @@ def test_a_product_has_the_same_bits_in_any_company(draw, dtype):
 
 def test_a_key_that_is_not_a_number_shows_in_the_output(draw):
     case = Case([1, 1], [40, 40], shape=(6, 2, 32, 16), dtype=torch.float32, seed=1)
-    store_token(
-        case.cache.data_ptr(), int(case.tables[0, 1]) * 16 + 3, 0,
-        np.full(32, np.nan, np.float32), np.zeros(32, np.float32), case.shape,
-    )  # fmt: skip
+    slot = int(case.tables[0, 1]) * 16 + 3
+    case.store(slot, 0, torch.full((32,), torch.nan), torch.zeros(32))
     found, expected = case.attend()
     assert found[0, :3].isnan().all()
     assert found[0, 3:].isfinite().all()

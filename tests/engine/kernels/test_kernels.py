@@ -91,6 +91,46 @@ def test_attention_takes_query_views_as_layers_hand_them_over(kernels, device, d
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_cache_of_another_type_is_filled_and_read_as_rounded(kernels, device, dtype, draw):
+    """In 8 bits a number is off by half a step, and attention is that over what is kept."""
+    if device.type != "cpu":
+        pytest.skip("elsewhere a cache has the model's type")
+    case = attention_case(draw, dtype, device)
+    wide = case["kv_cache"].float()
+    blocks, heads, _, block_size, dim = wide.shape
+    tokens = wide.permute(0, 3, 2, 1, 4).reshape(blocks * block_size, 2, heads, dim)
+    [slots] = tokens[:, 0, 0, 0].isfinite().nonzero(as_tuple=True)
+    key, value = tokens[slots].to(dtype).unbind(1)
+    for kept, width in ((torch.float16, dim), (torch.bfloat16, dim), (torch.int8, dim + 4)):
+        cache = torch.zeros(blocks, heads, 2, block_size, width, dtype=kept)
+        cache.view(torch.uint8).fill_(0xFF)  # no number in any type
+        kernels.store_kv(key, value, cache, slots)
+        read = cache
+        if kept == torch.int8:
+            scale = cache[..., dim:].contiguous().view(torch.float32).double()
+            read = cache[..., :dim] * scale
+            step = tokens.to(dtype).double().abs().amax(-1)[slots] / 127
+            read_at = read.permute(0, 3, 2, 1, 4).reshape(blocks * block_size, 2, heads, dim)[slots]
+            off = (read_at - tokens[slots].to(dtype).double()).abs().amax(-1)
+            assert (off <= 0.50001 * step).all()
+        found = kernels.paged_attention(**case | {"kv_cache": cache})
+        expected = oracle.paged_attention(**case | {"kv_cache": read})
+        torch.testing.assert_close(found.double(), expected, **oracle.tolerance(dtype))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, 0.0, 1e-45])
+def test_what_8_bits_cannot_keep_is_no_number_or_nothing(kernels, device, dtype, draw, broken):
+    if device.type != "cpu":
+        pytest.skip("elsewhere a cache has the model's type")
+    x = torch.zeros(1, 1, 6, dtype=dtype)
+    x[..., 3] = broken
+    cache = torch.zeros(1, 1, 2, 4, 10, dtype=torch.int8)
+    kernels.store_kv(x, x, cache, torch.tensor([2]))
+    scale = cache[..., 6:].contiguous().view(torch.float32)[0, 0, :, 2]
+    assert not cache[..., :6].any()
+    assert scale.isnan().all() if not abs(broken) < 1 else not scale.any()
+
+
 def test_keys_and_values_go_to_their_slots_and_nowhere_else(kernels, device, dtype, draw):
     num_blocks, heads, block_size, dim = (draw.randint(1, 9) for _ in range(4))
     cache = normal(num_blocks, heads, 2, block_size, dim, dtype=dtype, device=device)

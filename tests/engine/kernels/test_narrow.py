@@ -14,7 +14,7 @@ AVX2 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,"
     "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
 )
-CHECKED = ("test_cpu.py", "test_draw.py")
+CHECKED = ("test_cpu.py", "test_kv_int8.py", "test_draw.py")
 
 
 @pytest.mark.skipif(WIDTH == 8, reason="they are what the other tests run on this machine")

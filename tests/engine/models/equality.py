@@ -51,7 +51,8 @@ def check_logits_in_any_packing(model, runner, largest_chunk, *, atol=1e-4):
     texts = prompts(largest_chunk)
     expected = [logits_of(model, text) for text in texts]
     for layer in runner.kv_cache.layers:
-        layer.fill_(torch.nan)  # what another sequence left there must not matter
+        # no number in any type: what another sequence left there must not matter
+        layer.view(torch.uint8).fill_(0xFF)
     free = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     block_size = runner.kv_cache.shape.block_size
     sequences = [

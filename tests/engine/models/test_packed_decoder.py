@@ -40,9 +40,15 @@ def test_weights_stay_as_the_checkpoint_has_them_and_nothing_is_lost(tmp_path, d
 def test_keys_and_values_are_kept_in_the_type_that_is_asked_for(tmp_path):
     model = write_checkpoint("llama", tmp_path)
     text = prompts(1)[4]
-    for dtype, tolerance in (("float16", 0.02), ("bfloat16", 0.2)):
-        runner = a_runner(tmp_path, block_size=16, dtype=dtype)
-        assert runner.kv_cache.layers[0].dtype == getattr(torch, dtype)
+    for settings, dtype, tolerance in (
+        ({"dtype": "float16"}, torch.float16, 0.02),
+        ({"dtype": "bfloat16"}, torch.bfloat16, 0.2),
+        ({"kv_cache_dtype": "float16"}, torch.float16, 0.01),
+        ({"kv_cache_dtype": "bfloat16"}, torch.bfloat16, 0.1),
+        ({"kv_cache_dtype": "int8"}, torch.int8, 0.1),
+    ):
+        runner = a_runner(tmp_path, block_size=16, **settings)
+        assert runner.kv_cache.layers[0].dtype == dtype
         expected = logits_of(model, text)[-1]
         assert not torch.equal(logits_alone(runner, text), expected)
         torch.testing.assert_close(logits_alone(runner, text), expected, rtol=0, atol=tolerance)
@@ -50,7 +56,7 @@ def test_keys_and_values_are_kept_in_the_type_that_is_asked_for(tmp_path):
 
 def test_in_8_bits_weights_and_inputs_are_those_rounded_group_by_group(checkpoint):
     folder, model = checkpoint
-    runner = a_runner(folder, block_size=16, quantization="int8")
+    runner = a_runner(folder, block_size=16, quantization="int8", kv_cache_dtype="float32")
     assert isinstance(runner._model, PackedDecoder)
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -79,10 +85,13 @@ def in_8_bits(x, part, scale_dtype):
     return parts[..., :part].flatten(-2)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, quantization):
+def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, quantization, kv_cache_dtype):
     folder, _ = checkpoint
-    runner = a_runner(folder, block_size=16, quantization=quantization)
+    runner = a_runner(
+        folder, block_size=16, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
     texts = prompts(7)
     alone = [logits_alone(runner, text) for text in texts]
     draw = random.Random(7)
