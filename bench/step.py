@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from bench.kept import kept_as
 from engine.config import EngineConfig
 from engine.layers.attention import AttentionMetadata
 from engine.llm_engine import LLMEngine
@@ -90,16 +91,11 @@ def milliseconds_outside(engine: LLMEngine, num_sequences: int, temperature: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("model", type=Path, nargs="?", default=MODEL)
-    parser.add_argument("--dtype", default="auto", help="of weights and KV cache, or int8")
-    options = parser.parse_args()
-    quantized = options.dtype == "int8"
-    engine = LLMEngine(
-        EngineConfig(
-            model=str(options.model),
-            dtype="auto" if quantized else options.dtype,
-            quantization="int8" if quantized else "none",
-        )
+    parser.add_argument(
+        "--dtype", default="auto", help="of weights and KV cache: int8, int8+int8, …"
     )
+    options = parser.parse_args()
+    engine = LLMEngine(EngineConfig(model=str(options.model), **kept_as(options.dtype)))
     runner = engine._runner
     assert isinstance(runner, ModelRunner)
     for count, context in DECODES:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(REPOSITORY))  # run as a script, from a checkout that nee
 # as a worker starts its engine, and before torch is loaded: both are to be measured alike
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from bench.kept import kept_as  # noqa: E402
 from bench.measure import (  # noqa: E402
     Measured,
     Pieces,
@@ -51,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{options.workload} has no workload {unknown[0]!r}; it has {known}")
     if not options.model.is_dir():
         sys.exit(f"no model in {options.model}: tokenmill models fetch {options.model.name}")
-    kept = {"dtype": options.dtype, "quantization": "none"}
-    if options.dtype.startswith("int8"):
-        _, _, of_cache = options.dtype.partition("+")
-        kept = {"dtype": of_cache or "auto", "quantization": "int8"}
+    kept = kept_as(options.dtype)
     engine = LLMEngine(EngineConfig(model=str(options.model), num_threads=options.threads, **kept))
     result: dict[str, Any] = {
         "peer": "tokenmill",
@@ -197,7 +195,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         default="float32",
-        help="of weights and KV cache; int8: of weights alone, int8+float16: and of the KV cache",
+        help="of weights and KV cache, int8 of weights alone; int8+int8, float32+int8, …: of each",
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--label", default="", help="free text copied to the result")
