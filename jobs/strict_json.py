@@ -59,12 +59,12 @@ def loads(data: bytes, *, max_depth: int = 32) -> Any:
         ) from None
     except RecursionError:
         raise JSONError("", f"nested more than {max_depth} deep") from None
-    _check(value, max_depth)
+    check(value, max_depth=max_depth)
     return value
 
 
-def _check(root: Any, max_depth: int) -> None:
-    """Raise JSONError at the first fault, in the order of the text.
+def check(root: Any, *, max_depth: int = 32) -> None:
+    """Raise JSONError at the first fault of a value, in the order of its text.
 
     A path is spelled only for a fault: spelling it for every value would let a small text with a
     long key and many values take memory without bound.
@@ -79,7 +79,7 @@ def _check(root: Any, max_depth: int) -> None:
         elif isinstance(value, _Fault):
             at = trail if value.key is None else [*trail, value.key]
             raise JSONError(_path(at), value.message)
-        elif isinstance(value, dict | list):
+        elif isinstance(value, dict | list | tuple):
             if len(trail) == max_depth:
                 raise JSONError(_path(trail), f"nested more than {max_depth} deep")
             if isinstance(value, dict):
@@ -90,6 +90,8 @@ def _check(root: Any, max_depth: int) -> None:
             else:
                 open_values.append(iter(enumerate(value)))
             trail.append("")
+        elif value is not None and not isinstance(value, int | float):  # a bool is an int
+            raise JSONError(_path(trail), f"not a JSON value but a {type(value).__name__}")
         while open_values:
             step = next(open_values[-1], None)
             if step is not None:
@@ -101,7 +103,9 @@ def _check(root: Any, max_depth: int) -> None:
             return
 
 
-def _fault_of(text: str) -> str | None:
+def _fault_of(text: object) -> str | None:
+    if not isinstance(text, str):
+        return f"is not text but a {type(text).__name__}"
     if "\0" in text:
         return "holds the character U+0000"
     if not text.isascii() and _SURROGATE.search(text):

@@ -79,8 +79,13 @@ def _param(error: ValueError) -> str | None:
 
 
 def _strict(kwargs: object, max_bytes: int) -> object:
-    """As strictly read as a body over HTTP: Celery's JSON lets NaN and lone surrogates through."""
-    data = json.dumps(kwargs).encode()
+    """As strictly read as a body over HTTP: Celery's JSON lets NaN and lone surrogates through, and
+    makes more than JSON has of what a sender's Python had: times, decimals, UUIDs, bytes."""
+    try:
+        data = json.dumps(kwargs).encode()
+    except (TypeError, RecursionError):
+        strict_json.check(kwargs)  # says which field
+        raise ValueError("a job must be JSON") from None
     if len(data) > max_bytes:
         raise ValueError(f"a job may have at most {max_bytes} bytes, got {len(data)}")
     return strict_json.loads(data)

@@ -1,6 +1,9 @@
 """Whole jobs in Celery messages: whatever comes becomes a row."""
 
 import json
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from uuid import UUID
 
 import pytest
 from hypothesis import given
@@ -13,9 +16,27 @@ from worker.sent_job import SentJob, read_sent_job
 
 SERVED = ("m", "other")
 BODY = {"model": "m", "prompt": "hi"}
+# what kombu's JSON makes of a message, beside what JSON has
+PYTHONS_OWN = [
+    datetime(2026, 1, 2, tzinfo=UTC),
+    date(2026, 1, 2),
+    time(3, 4),
+    UUID(int=5),
+    Decimal("0.5"),
+    b"bytes",
+]
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(PYTHONS_OWN),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.text()), inner, max_size=3)
+    ),
 )
 
 
@@ -111,6 +132,35 @@ def test_the_field_to_change_is_named_apart_from_the_message(fields, param):
     refusal = read({"url": "/v1/completions", "body": BODY} | fields).refusal
     assert refusal is not None
     assert refusal.param == param
+
+
+@pytest.mark.parametrize("value", PYTHONS_OWN, ids=lambda value: type(value).__name__)
+def test_what_only_python_has_is_refused_by_its_field_and_kind(value):
+    job = {"url": "/v1/completions", "body": BODY, "metadata": {}}
+    kind = type(value).__name__
+    for fields, param in (
+        ({"body": BODY | {"temperature": value}}, "temperature"),
+        ({"body": BODY | {"stop": ["x", value]}}, "stop[1]"),
+        ({"body": value}, "body"),
+        ({"deadline_s": value}, "deadline_s"),
+        ({"metadata": {"k": value}}, "metadata.k"),
+    ):
+        refusal = read(job | fields).refusal
+        assert refusal is not None
+        assert refusal.code == ErrorCode.INVALID_REQUEST
+        assert refusal.param == param
+        assert str(refusal).endswith(f"not a JSON value but a {kind}")
+
+
+def test_what_is_nested_without_end_is_refused():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    refusal = read({"url": "/v1/completions", "body": BODY | {"stop": deep}}).refusal
+    assert refusal is not None
+    assert "nested more than 32 deep" in str(refusal)
+    while deep:  # to free it all at once would be as deep
+        deep = deep.pop()  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(("kwargs", "param"), [({}, "url"), ([], None), ("x", None), (None, None)])
