@@ -1,7 +1,10 @@
-"""From bodies to prompts, on a thread of its own: a long text takes a while to tokenize.
+"""From bodies to prompts, on threads of their own: a long text takes a while to tokenize.
 
 What it learns of a job that came whole in a message goes into the row, like what the API's door
 counts: how long the prompt is, and what the job may generate.
+
+A job that takes too long is refused, and the thread that is at it is left to itself: a thread
+cannot be ended, and the jobs behind it must not wait for it.
 """
 
 import queue
@@ -10,12 +13,17 @@ from typing import Any
 
 from engine.tokenizer import Tokenizer
 from jobs.accounting import Counted
+from jobs.lifecycle import ErrorCode
 from jobs.records import NewJob
 from worker.attempt import Attempt
 from worker.generation import Limits, Refusal, prepare
 from worker.guard import start_thread
 from worker.ledger import Count, Entry
 from worker.prompt import Prompt
+
+# of one job. A chat template ends by itself after a few seconds, and the longest text that a model
+# takes needs less, on a machine that does much else too
+PREPARE_LIMIT_S = 30.0
 
 
 class Preparer:
@@ -32,6 +40,7 @@ class Preparer:
         self._post = post
         self._prepared = prepared
         self._inbox: queue.SimpleQueue[Attempt | NewJob] = queue.SimpleQueue()
+        self._hand = _Hand()
         self.limits: Limits | None = None  # until there has been an engine
 
     def start(self) -> None:
@@ -60,14 +69,61 @@ class Preparer:
     def _prompt(
         self, job_id: str, url: str, body: dict[str, Any], *, num_known: int
     ) -> Prompt | Refusal:
-        assert self.limits is not None, "a job was taken before there was an engine"
-        prompt: Prompt | Refusal
-        try:
-            prompt = prepare(job_id, url, body, self._tokenizer, self.limits)
-            counted = Counted(job_id, len(prompt.token_ids), prompt.params.max_tokens)
-        except Refusal as refusal:
-            prompt = refusal
-            counted = Counted(job_id, refusal.prompt_tokens, 0)
+        limits = self.limits
+        assert limits is not None, "a job was taken before there was an engine"
+        prompt = self._hand.do(lambda: self._prepare(job_id, url, body, limits), PREPARE_LIMIT_S)
+        if prompt is None:
+            self._hand = _Hand()
+            prompt = Refusal(
+                ErrorCode.INVALID_REQUEST,
+                f"the prompt was not ready after {PREPARE_LIMIT_S:g} seconds of work on it",
+            )
+        counted = (
+            Counted(job_id, prompt.prompt_tokens, 0)
+            if isinstance(prompt, Refusal)
+            else Counted(job_id, len(prompt.token_ids), prompt.params.max_tokens)
+        )
         if counted.prompt_tokens and not num_known:
             self._post(Count(counted=counted))
         return prompt
+
+    def _prepare(
+        self, job_id: str, url: str, body: dict[str, Any], limits: Limits
+    ) -> Prompt | Refusal:
+        try:
+            return prepare(job_id, url, body, self._tokenizer, limits)
+        except Refusal as refusal:
+            return refusal
+        except (MemoryError, RecursionError) as error:
+            # about this job alone, however it came to it: the others go on
+            kind = "memory" if isinstance(error, MemoryError) else "nesting"
+            return Refusal(ErrorCode.INVALID_REQUEST, f"the prompt takes too much {kind} to make")
+
+
+class _Hand:
+    """A thread that does one thing after another for one other thread."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], Prompt | Refusal]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Prompt | Refusal] = queue.SimpleQueue()
+        self._started = False
+
+    def do(self, work: Callable[[], Prompt | Refusal], limit_s: float) -> Prompt | Refusal | None:
+        """What `work` returns; None after the limit, and then this hand is not to be used again."""
+        if not self._started:
+            self._started = True
+            start_thread("prompt", self._run)
+        self._asked.put(work)
+        try:
+            return self._done.get(timeout=limit_s)
+        except queue.Empty:
+            self._asked.put(_leave)
+            return None
+
+    def _run(self) -> None:
+        while (work := self._asked.get()) is not _leave:
+            self._done.put(work())
+
+
+def _leave() -> Refusal:
+    raise AssertionError
