@@ -15,7 +15,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
 from engine.sampling_params import ParameterError
-from engine.template_sandbox import SANDBOX
+from engine.template_sandbox import MAX_TEMPLATE_CHARS, SANDBOX
 
 MAX_RENDERED_CHARS = 8 << 20  # a template's loops could print without end
 
@@ -26,8 +26,11 @@ _EXPRESSION_ERRORS = (
     ArithmeticError,
     LookupError,
     AttributeError,
-    RecursionError,
+    RuntimeError,  # too much recursion is one
+    MemoryError,
 )
+# what a source may raise besides a template's syntax: it is compiled to Python's own
+_COMPILER_ERRORS = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
 
 
 class ChatTemplateError(ParameterError):
@@ -45,6 +48,11 @@ class ChatTemplate:
 
         Raises ChatTemplateError when the source is not a template.
         """
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ChatTemplateError(
+                f"the model's chat template has {len(source)} characters; "
+                f"at most {MAX_TEMPLATE_CHARS} are read"
+            )
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
@@ -54,6 +62,11 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the model's chat template does not compile: line {error.lineno}: {error.message}"
+            ) from error
+        except _COMPILER_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise ChatTemplateError(
+                f"the model's chat template does not compile: {reason[:200]}"
             ) from error
 
     def render(
@@ -71,26 +84,16 @@ class ChatTemplate:
         Raises ParameterError on `messages` when the template refuses them or prints too much, and
         ChatTemplateError when it reaches for what a sandbox forbids.
         """
-        parts: list[str] = []
-        size = 0
-        SANDBOX.start_clock()
         try:
-            for part in self._template.generate(
-                **self._special_tokens,
-                **(variables or {}),
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=True,
-            ):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_RENDERED_CHARS:
-                    raise ParameterError(
-                        "messages",
-                        f"messages rendered by the model's chat template must have at most "
-                        f"{MAX_RENDERED_CHARS} characters",
-                    )
+            with SANDBOX.budget.rendering():
+                return self._render(
+                    **self._special_tokens,
+                    **(variables or {}),
+                    messages=messages,
+                    tools=tools or None,
+                    documents=None,
+                    add_generation_prompt=True,
+                )
         except SecurityError as error:
             raise ChatTemplateError(
                 f"the model's chat template did what its sandbox forbids: {error}"
@@ -99,6 +102,21 @@ class ChatTemplate:
             raise
         except (TemplateError, *_EXPRESSION_ERRORS) as error:
             raise ParameterError(
-                "messages", f"the model's chat template refuses these messages: {error}"
+                "messages",
+                "the model's chat template refuses these messages: "
+                f"{str(error)[:1000] or type(error).__name__}",
             ) from error
+
+    def _render(self, **variables: Any) -> str:
+        parts: list[str] = []
+        size = 0
+        for part in self._template.generate(**variables):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_RENDERED_CHARS:
+                raise ParameterError(
+                    "messages",
+                    f"messages rendered by the model's chat template must have at most "
+                    f"{MAX_RENDERED_CHARS} characters",
+                )
         return "".join(parts)

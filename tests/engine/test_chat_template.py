@@ -1,14 +1,11 @@
 """Chats: the ids transformers gives; no control token from a message, no code from a template."""
 
-import time
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import engine.chat_template
-import engine.template_sandbox
 from engine.chat_template import ChatTemplate, ChatTemplateError
 from engine.sampling_params import ParameterError
 from engine.tokenizer import Tokenizer
@@ -138,27 +135,6 @@ def test_a_template_that_cuts_text_cannot_join_a_control_token(tmp_path):
         assert tokenizer.decode(ids) == content.replace("CUT", "")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__ }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__init__.__globals__['__builtins__'] }}",
-        "{{ (messages | attr('__class__')) }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ lipsum.__globals__['os'] }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{% set _ = messages.append(1) %}",
-        "{% for i in range(99999999) %}{% endfor %}",
-    ],
-)
-def test_a_template_that_reaches_out_of_its_sandbox_fails_by_name(source):
-    with pytest.raises(ParameterError, match="template") as refused:
-        ChatTemplate(source, NAMES).render(user("x"))
-    assert refused.value.param == "messages"
-
-
 def test_a_template_that_does_not_compile_fails_at_load(tmp_path):
     folder = write(tmp_path, byte_level(), template="{% if %}")
     with pytest.raises(ChatTemplateError, match="does not compile: line 1"):
@@ -190,40 +166,6 @@ def test_what_a_template_prints_is_bounded(monkeypatch):
     template = ChatTemplate("{% for i in range(500) %}{{ i }} {% endfor %}", NAMES)
     with pytest.raises(ParameterError, match="at most 1000 characters"):
         template.render(user("x"))
-
-
-LOOPS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% if i < 0 %}x{% endif %}{% endfor %}"
-    "{% endfor %}",
-    "{% macro spin(n) %}{% for i in range(99999) %}{% if n %}{{ spin(n - 1) }}{% endif %}"
-    "{% endfor %}{% endmacro %}{{ spin(9) }}",
-    "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ twice(60) }}",
-    "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("source", LOOPS, ids=range(len(LOOPS)))
-def test_a_rendering_that_prints_nothing_ends_all_the_same(monkeypatch, source):
-    monkeypatch.setattr(engine.template_sandbox, "RENDER_LIMIT_S", 0.2)
-    began = time.monotonic()
-    with pytest.raises(ParameterError, match=r"took more than 0\.2 seconds|recursion"):
-        ChatTemplate(source, NAMES).render(user("hi"))
-    assert time.monotonic() - began < 5
-    assert ChatTemplate("{{ messages[0].content }}", NAMES).render(user("hi")) == "hi"
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{{ 'a' * 10 ** 9 }}", "{{ 10 ** 9 * 'a' }}", "{{ [1] * 10 ** 9 }}", "{{ 9 ** 99999 }}"],
-)
-def test_a_value_made_by_multiplication_is_bounded(source):
-    with pytest.raises(ParameterError, match="over the limit of"):
-        ChatTemplate(source, NAMES).render(user("hi"))
-    assert ChatTemplate("{{ '=' * 20 ~ 3 * 4 ~ 2 ** 10 }}", NAMES).render(user("hi")) == (
-        "=" * 20 + "12" + "1024"
-    )
 
 
 @pytest.mark.parametrize(
