@@ -19,6 +19,7 @@ BOUNDS = "engine/test_sampling_params.py::test_a_value_out_of_bounds_names_its_f
 COMPILER = "engine/structured/test_compiler.py"
 DETOKENIZER = "engine/test_detokenizer.py"
 TEMPLATE = "engine/test_chat_template.py"
+SANDBOX = "engine/test_template_sandbox.py"
 
 CASES: dict[str, tuple[str, ...]] = {
     "E04 token ids that are none": (
@@ -108,11 +109,11 @@ CASES: dict[str, tuple[str, ...]] = {
         "engine/test_dialect.py::test_no_tool_can_make_a_control_token",
     ),
     "T09 templates of the client's, and endless ones": (
-        HTTP, f"{TEMPLATE}::test_a_rendering_that_prints_nothing_ends_all_the_same",
+        HTTP, f"{SANDBOX}::test_a_rendering_that_prints_nothing_ends_all_the_same",
         f"{TEMPLATE}::test_what_a_template_prints_is_bounded",
     ),
     "T10 templates that reach out": (
-        f"{TEMPLATE}::test_a_template_that_reaches_out_of_its_sandbox_fails_by_name",
+        f"{SANDBOX}::test_a_template_that_reaches_out_of_its_sandbox_fails_by_name",
     ),
     "T11 a chat for a model without a template": (
         "api/test_bad_input.py"
