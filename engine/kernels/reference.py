@@ -215,6 +215,21 @@ def rotary(
         x.copy_(turned)
 
 
+def rotary_store_kv(
+    query: Tensor,  # [T, H, D], changed
+    key: Tensor,  # [T, H_kv, D], changed or not
+    value: Tensor,  # [T, H_kv, D]
+    cos: Tensor,  # [T, rotary_dim // 2] float32
+    sin: Tensor,  # [T, rotary_dim // 2] float32
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed
+    slot_mapping: Tensor,  # [T] int64, as in `store_kv`
+) -> None:
+    """Turn the first rotary_dim of each query and key; store keys so turned, and values."""
+    rotary_dim = 2 * cos.shape[1]
+    rotary(query[..., :rotary_dim], key[..., :rotary_dim], cos, sin)
+    store_kv(key, value, kv_cache, slot_mapping)
+
+
 def silu_mul(
     gate_up: Tensor,  # [T, 2 × D] gate, then up
 ) -> Tensor:  # [T, D]

@@ -40,7 +40,7 @@ class Kernels:
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    rotary_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     silu_mul: Callable[[Tensor], Tensor]
 
 
@@ -50,7 +50,7 @@ REFERENCE = Kernels(
     copy_blocks=reference.copy_blocks,
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
-    rotary=reference.rotary,
+    rotary_store_kv=reference.rotary_store_kv,
     silu_mul=reference.silu_mul,
 )
 

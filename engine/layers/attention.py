@@ -47,8 +47,7 @@ class Attention:
         key, value = heads[:, self.num_heads :].chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        self.kernels.rotary(query[..., : self.rotary_dim], key[..., : self.rotary_dim], cos, sin)
-        self.kernels.store_kv(key, value, kv_cache, metadata.slot_mapping)
+        self.kernels.rotary_store_kv(query, key, value, cos, sin, kv_cache, metadata.slot_mapping)
         attended = self.kernels.paged_attention(
             query,
             kv_cache,
