@@ -1,10 +1,11 @@
 """Which implementation of each operation a device uses. Decided once, when a model is loaded.
 
-The reference is always there. A provider replaces the operations it does better on its device:
-
-    PROVIDERS["cuda"].append(lambda kernels: replace(kernels, rms_norm=triton_rms_norm))
+The reference is always there. A provider replaces the operations it does better on its device, and
+knows itself whether it can run there.
 """
 
+import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+
+logger = logging.getLogger(__name__)
 
 
 class PagedAttention(Protocol):
@@ -54,8 +57,23 @@ REFERENCE = Kernels(
     silu_mul=reference.silu_mul,
 )
 
+
+def triton_kernels(kernels: Kernels) -> Kernels:
+    """Triton comes with PyTorch's CUDA builds; elsewhere the kernels stay as they are."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("slow kernels in use, no compiled ones: triton is not installed")
+        return kernels
+    from engine.kernels import triton
+
+    reason = triton.unavailable()
+    if reason is not None:
+        logger.warning("slow kernels in use, no compiled ones: %s", reason)
+        return kernels
+    return triton.provide(kernels)
+
+
 # device type -> providers, applied in order; one that cannot run here returns what it was given
-PROVIDERS: dict[str, list[Callable[[Kernels], Kernels]]] = {"cpu": [], "cuda": []}
+PROVIDERS: dict[str, list[Callable[[Kernels], Kernels]]] = {"cpu": [], "cuda": [triton_kernels]}
 
 
 def select_kernels(device: torch.device) -> Kernels:

@@ -27,7 +27,12 @@ LIGHT_PROCESSES = {
     ),
     "the engine": (
         "import engine, engine.llm_engine",
-        {"sqlalchemy", "celery", "kombu", "redis", "fastapi", "pydantic", "msgspec"},
+        {"sqlalchemy", "celery", "kombu", "redis", "fastapi", "pydantic", "msgspec", "triton"},
+    ),
+    "the engine on a CPU": (
+        "import torch, engine.model_runner; "
+        "from engine.kernels.registry import select_kernels; select_kernels(torch.device('cpu'))",
+        {"triton"},
     ),
 }
 

@@ -1,0 +1,168 @@
+"""Queries and keys turned by their angles, keys and values stored in their slots: one kernel.
+
+Rotary positions as in Su et al. 2021 (RoFormer), in the half-split order of Hugging Face
+checkpoints: pairs are (x[i], x[i + half]) of a head's turned part.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.triton.attention import padded
+
+HEADS_AT_ONCE = 4
+
+
+@triton.jit
+def turn_heads(x, heads, d, mask, head_stride, cos, sin, half):
+    """Both halves of the turned part of some heads, float32."""
+    at = heads[:, None] * head_stride + d[None, :]
+    low = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    high = tl.load(x + at + half, mask=mask, other=0).to(tl.float32)
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def keep(at, values, scales, heads, mask, SCALED: tl.constexpr):
+    """Store values of some heads as the cache has them: the nearest there is."""
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    if SCALED:
+        values = values.to(tl.float32) / tl.load(scales + heads)[:, None]
+        if DTYPE.is_floating():
+            values = tl.clamp(values, -448.0, 448.0)  # the largest of e4m3
+        else:
+            values = tl.floor(tl.clamp(values, -127.0, 127.0) + 0.5)
+    tl.store(at, values.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def store_token(
+    key, value, kept, scales, heads, key_head_stride, value_head_stride, turned, turned_by,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    HALF_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token's key, turned, and of its value, to where these heads are kept."""
+    wide = tl.arange(0, WIDTH)
+    if HALF > 0:
+        d = tl.arange(0, HALF_WIDTH)
+        inside = (d < HALF)[None, :]
+        low, high = turn_heads(key, heads, d, inside, key_head_stride, turned, turned_by, HALF)
+        keep(kept + d[None, :], low, scales, heads, inside, SCALED)
+        keep(kept + HALF + d[None, :], high, scales, heads, inside, SCALED)
+    if 2 * HALF < D:
+        beyond = ((wide >= 2 * HALF) & (wide < D))[None, :]
+        rest = tl.load(key + heads[:, None] * key_head_stride + wide[None, :], mask=beyond)
+        keep(kept + wide[None, :], rest, scales, heads, beyond, SCALED)
+    mask = (wide < D)[None, :]
+    values = tl.load(value + heads[:, None] * value_head_stride + wide[None, :], mask=mask)
+    keep(kept + BLOCK_SIZE * D + wide[None, :], values, scales + KV_HEADS, heads, mask, SCALED)
+
+
+@triton.jit
+def turn_and_store(
+    query, key, value, cos, sin, kv_cache, slot_mapping,  # as `rotary_store_kv` has them
+    kv_scales,  # [2, H_kv] float32, or anything
+    query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+    angle_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr,  # of the turned part; 0: nothing is turned, queries are not looked at
+    HALF_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """A program for a token and some heads: first those of its key and value, then its query's."""
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * AT_ONCE
+    kv_end = tl.cdiv(KV_HEADS, AT_ONCE) * AT_ONCE
+    d = tl.arange(0, HALF_WIDTH)
+    angles = token * angle_stride + d
+    turned = tl.load(cos + angles, mask=d < HALF, other=0)[None, :]
+    turned_by = tl.load(sin + angles, mask=d < HALF, other=0)[None, :]
+    if first < kv_end:
+        # the last head again where there are no more: the same is stored twice
+        kv_heads = tl.minimum(first + tl.arange(0, AT_ONCE), KV_HEADS - 1)
+        slot = tl.load(slot_mapping + token)
+        block = slot // BLOCK_SIZE * (KV_HEADS * 2 * BLOCK_SIZE * D)
+        kept = kv_cache + block + slot % BLOCK_SIZE * D + kv_heads[:, None] * (2 * BLOCK_SIZE * D)
+        store_token(
+            key + token * key_stride, value + token * value_stride, kept, kv_scales, kv_heads,
+            key_head_stride, value_head_stride, turned, turned_by,
+            KV_HEADS, D, WIDTH, HALF, HALF_WIDTH, BLOCK_SIZE, SCALED,
+        )  # fmt: skip
+    elif HALF > 0:
+        heads = first - kv_end + tl.arange(0, AT_ONCE)
+        mask = (heads < HEADS)[:, None] & (d < HALF)[None, :]
+        x = query + token * query_stride
+        low, high = turn_heads(x, heads, d, mask, query_head_stride, turned, turned_by, HALF)
+        at = x + heads[:, None] * query_head_stride + d[None, :]
+        tl.store(at, low, mask=mask)
+        tl.store(at + HALF, high, mask=mask)
+
+
+def rotary_store_kv(
+    query: Tensor,  # [T, H, D], changed
+    key: Tensor,  # [T, H_kv, D]
+    value: Tensor,  # [T, H_kv, D]
+    cos: Tensor,  # [T, rotary_dim // 2] float32
+    sin: Tensor,  # [T, rotary_dim // 2] float32
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] contiguous, changed
+    slot_mapping: Tensor,  # [T] int64
+    kv_scales: Tensor | None = None,  # [2, H_kv] float32: × a stored number is the key's, value's
+) -> None:
+    """Turn the first rotary_dim of each query and key; store keys so turned, and values.
+
+    Queries are turned in place; keys stay as they are. With scales the cache is int8 or
+    float8_e4m3fn (from compute capability 8.9 on); what is beyond its range becomes its end.
+    """
+    _launch(query, key, value, cos, sin, kv_cache, slot_mapping, kv_scales)
+
+
+def store_kv(
+    key: Tensor,  # [T, H_kv, D]
+    value: Tensor,  # [T, H_kv, D]
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] contiguous, changed
+    slot_mapping: Tensor,  # [T] int64
+    kv_scales: Tensor | None = None,
+) -> None:
+    """Write each token's key and value into its slot, as `rotary_store_kv` does."""
+    # nothing is turned by no angles
+    none = key.new_empty((key.shape[0], 0), dtype=torch.float32)
+    _launch(key[:, :0], key, value, none, none, kv_cache, slot_mapping, kv_scales)
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: Tensor | None,
+) -> None:
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    assert kv_cache.is_contiguous()
+    assert query.stride(2) == 1
+    assert cos.stride() == sin.stride()
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    half = cos.shape[1]
+    groups = triton.cdiv(num_kv_heads, HEADS_AT_ONCE) + triton.cdiv(query.shape[1], HEADS_AT_ONCE)
+    with torch.cuda.device_of(query):
+        turn_and_store[(num_tokens, groups)](
+            query, key, value, cos, sin, kv_cache, slot_mapping,
+            cos if kv_scales is None else kv_scales,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+            value.stride(0), value.stride(1), cos.stride(0),
+            HEADS=query.shape[1],
+            KV_HEADS=num_kv_heads,
+            D=head_dim,
+            WIDTH=padded(head_dim),
+            HALF=half,
+            HALF_WIDTH=max(1, triton.next_power_of_2(half)),
+            BLOCK_SIZE=kv_cache.shape[3],
+            AT_ONCE=HEADS_AT_ONCE,
+            SCALED=kv_scales is not None,
+            num_warps=2,
+        )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Norms, gated activation, rotary, stores and copies against float64, on shapes drawn afresh."""
+
+import random
+import secrets
+
+import pytest
+import torch
+
+from engine.kernels.triton import copy, norm, silu, store
+from tests.engine.kernels import oracle
+
+SEEDS = [secrets.randbelow(2**32) for _ in range(2)]
+DTYPES = [torch.float32, torch.float16]
+
+pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=SEEDS, ids=str)
+def draw(request):
+    torch.manual_seed(request.param)
+    return random.Random(request.param)
+
+
+def close(found, wanted, dtype):
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, **oracle.tolerance(dtype))
+
+
+@pytest.mark.parametrize("shape", [(1,), (5, 64), (3, 576), (2, 3, 80), (2, 1, 1, 7), (1, 3000)])
+def test_rms_norm(draw, dtype, shape):
+    x = (torch.randn(shape) * 10 ** draw.uniform(-2, 2)).to(dtype)
+    weight, eps = torch.randn(shape[-1]).to(dtype), 10 ** draw.uniform(-6, -4)
+    close(norm.rms_norm(x, weight, eps), oracle.rms_norm(x, weight, eps), dtype)
+
+
+def test_rms_norm_of_some_heads_of_a_wider_tensor(draw, dtype):
+    fused = torch.randn(draw.randint(1, 5), 7, 64).to(dtype)
+    weight = torch.randn(64).to(dtype)
+    for heads in (fused[:, :4], fused[:, 4:6], fused[:, 6:]):
+        close(norm.rms_norm(heads, weight, 1e-6), oracle.rms_norm(heads, weight, 1e-6), dtype)
+
+
+def test_rms_norm_of_nothing(draw, dtype):
+    weight = torch.ones(64, dtype=dtype)
+    assert norm.rms_norm(torch.empty(0, 64, dtype=dtype), weight, 1e-6).shape == (0, 64)
+
+
+@pytest.mark.parametrize("size", [1, 100, 2048])
+def test_add_rms_norm_changes_the_residual_and_norms_it(draw, dtype, size):
+    x, residual = torch.randn(2, draw.randint(1, 6), size).to(dtype)
+    total = x + residual
+    weight = torch.randn(size).to(dtype)
+    found = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    close(found, oracle.rms_norm(total, weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("size", [1, 100, 1025])
+def test_silu_mul(draw, dtype, size):
+    gate_up = torch.randn(draw.randint(1, 4), 2 * size).to(dtype) * 4
+    close(silu.silu_mul(gate_up), oracle.silu_mul(gate_up), dtype)
+
+
+def test_silu_mul_of_gates_far_out(draw, dtype):
+    gate_up = torch.tensor([[-60.0, -1e4, 60.0, 1.0, 1.0, 1.0]]).to(dtype)
+    close(silu.silu_mul(gate_up), gate_up.double().new_tensor([[0, 0, 60]]), dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size"),
+    [
+        (9, 3, 64, 64, 16), (4, 4, 80, 80, 8), (5, 1, 96, 72, 32), (8, 1, 128, 128, 16),
+        (2, 2, 256, 64, 16), (6, 6, 20, 2, 3),
+    ],
+)  # fmt: skip
+def test_queries_are_turned_and_keys_and_values_stored(
+    draw, dtype, num_heads, num_kv_heads, head_dim, rotary_dim, block_size
+):
+    num_tokens = draw.randint(1, 7)
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    before = fused.clone()
+    query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    slots = torch.tensor(draw.sample(range(3 * block_size), num_tokens))
+    angle = torch.rand(num_tokens, rotary_dim // 2) * 100
+    cache = torch.randn(3, num_kv_heads, 2, block_size, head_dim).to(dtype)
+    wanted, kept = before.double(), cache.double()
+    turned = before[:, : num_heads + num_kv_heads, :rotary_dim]
+    wanted[:, : num_heads + num_kv_heads, :rotary_dim] = oracle.rotary(
+        turned, angle.cos(), angle.sin()
+    )
+    for token, slot in enumerate(slots.tolist()):
+        block, place = divmod(slot, block_size)
+        kept[block, :, 0, place], kept[block, :, 1, place] = wanted[token, num_heads:].chunk(2)
+    store.rotary_store_kv(query, key, value, angle.cos(), angle.sin(), cache, slots)
+    close(query, wanted[:, :num_heads], dtype)
+    close(cache, kept, dtype)
+    assert torch.equal(fused[:, num_heads:], before[:, num_heads:])
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(draw, dtype):
+    fused = torch.randn(5, 7, 64).to(dtype)
+    key, value = fused[:, 1:4], fused[:, 4:]
+    slots = torch.tensor(draw.sample(range(4 * 16), 5))
+    cache = torch.randn(4, 3, 2, 16, 64).to(dtype)
+    expected = cache.clone()
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // 16, :, 0, slot % 16] = key[token]
+        expected[slot // 16, :, 1, slot % 16] = value[token]
+    store.store_kv(key, value, cache, slots)
+    assert torch.equal(cache, expected)
+
+
+def test_an_int8_cache_keeps_the_nearest_and_ends_at_its_range(draw, dtype):
+    # what the interpreter stores as float8 is wrong: that is only compiled
+    key, value = torch.randn(2, 5, 3, 64).to(dtype)
+    key[0, 0, 0], value[1, 2, 3] = 100.0, -100.0
+    scales = torch.rand(2, 3) * 0.05 + 0.01
+    cache = torch.zeros(4, 3, 2, 16, 64).to(torch.int8)
+    slots = torch.tensor(draw.sample(range(4 * 16), 5))
+    store.store_kv(key, value, cache, slots, kv_scales=scales)
+    for token, slot in enumerate(slots.tolist()):
+        kept = cache[slot // 16, :, :, slot % 16].float()
+        wanted = torch.stack((key[token], value[token]), dim=1).float() / scales.T[..., None]
+        assert ((kept - wanted.clamp(-127, 127)).abs() <= 0.5 + 1e-4).all()
+
+
+@pytest.mark.parametrize("num_copies", [1, 15, 17, 1025])
+def test_blocks_are_copied_as_they_were_before_the_first_copy(draw, dtype, num_copies):
+    num_blocks = num_copies + draw.randint(1, 3)
+    cache = torch.randn(num_blocks, 2, 2, 3, 5).to(dtype)
+    destinations = torch.tensor(draw.sample(range(num_blocks), num_copies))
+    sources = torch.tensor([draw.randrange(num_blocks) for _ in range(num_copies)])
+    expected = cache.clone()
+    expected[destinations] = cache[sources]
+    copy.copy_blocks(cache, sources, destinations)
+    assert torch.equal(cache, expected)

@@ -1,0 +1,125 @@
+"""Every kernel, as the provider launches it, compiled for GPUs that are not there.
+
+Read from what the compiler says: nothing spills from registers to memory, shared memory is within
+the device's, and products are the matrix units'. Here bfloat16 is looked at, too, which the
+interpreter cannot compute with.
+"""
+
+import pytest
+import torch
+
+from engine.kernels.triton import attention, copy, norm, silu, store
+from tests.engine.kernels.triton.compiler import SHARED_BYTES, compiled
+
+CAPABILITIES = list(SHARED_BYTES)
+# what models ask for, by a head's size: (type, window, cap, sinks)
+ATTENTION = {
+    64: [("bfloat16", None, None, False), ("float16", 128, None, True)],  # Llama 3.2, gpt-oss
+    80: [("bfloat16", None, None, False)],  # Phi 2
+    96: [("bfloat16", 2047, None, False)],  # Phi 3
+    128: [  # Llama 3, Mistral, Gemma 2 27B
+        ("bfloat16", None, None, False),
+        ("bfloat16", 4096, None, False),
+        ("bfloat16", 4096, 50.0, True),
+        ("float32", None, None, False),
+    ],
+    256: [  # Gemma 2 9B
+        ("bfloat16", None, 50.0, False),
+        ("float16", 4096, 50.0, False),
+    ],
+}
+CASES = [(head_dim, *case) for head_dim, cases in ATTENTION.items() for case in cases]
+
+pytestmark = pytest.mark.parametrize("capability", CAPABILITIES)
+
+
+def launch_attention(dtype, head_dim, *, window=None, softcap=None, sinks=False, kv_dtype=None):
+    """A prompt's chunk beside decodes with long contexts: all four launches."""
+    num_kv_heads, num_tokens, num_sequences = 2, 40, 16
+    num_heads = num_kv_heads * 4
+    fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    attention.paged_attention(
+        fused[:, :num_heads],
+        torch.empty(2, num_kv_heads, 2, 16, head_dim, dtype=kv_dtype or dtype),
+        torch.zeros(num_sequences, 512, dtype=torch.int32),
+        torch.zeros(num_sequences + 1, dtype=torch.int32),
+        torch.zeros(num_sequences, dtype=torch.int32),
+        scale=0.1,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=torch.empty(num_heads, dtype=dtype) if sinks else None,
+        kv_scales=None if kv_dtype is None else torch.empty(2, num_kv_heads),
+    )
+
+
+def check(kernels, capability):
+    for kernel in kernels:
+        assert kernel.cubin[:4] == b"\x7fELF"
+        assert kernel.spilled_bytes == 0, (kernel.name, kernel.num_registers)
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel.name
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "window", "softcap", "sinks"), CASES, ids=lambda value: str(value)
+)
+def test_attention(capability, head_dim, dtype, window, softcap, sinks):
+    kernels = compiled(
+        capability,
+        lambda: launch_attention(
+            getattr(torch, dtype), head_dim, window=window, softcap=softcap, sinks=sinks
+        ),
+    )
+    assert [kernel.name for kernel in kernels] == ["attend", "merge"] * 2
+    check(kernels, capability)
+    few, many = kernels[0], kernels[2]
+    if dtype != "float32":
+        assert "mma.sync" in few.ptx
+        units = {80: "mma.sync", 90: "wgmma", 100: "tcgen05" if head_dim < 256 else "mma.sync"}
+        assert units[capability] in many.ptx
+        # keys go straight to shared memory, 16 bytes at a time, while others are multiplied
+        assert "cp.async" in few.ptx
+        assert "cp.async" in many.ptx
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_attention_over_eight_bits(capability, kv_dtype):
+    if capability == 80 and kv_dtype == torch.float8_e4m3fn:
+        pytest.skip("compute capability 8.0 has no float8")
+    kernels = compiled(capability, lambda: launch_attention(torch.bfloat16, 128, kv_dtype=kv_dtype))
+    check(kernels, capability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_beside_it(capability, dtype):
+    num_tokens, num_heads, num_kv_heads, head_dim, hidden = 7, 32, 8, 128, 4096
+
+    def launch():
+        x = torch.empty(num_tokens, hidden, dtype=dtype)
+        norm.rms_norm(x, x[0], 1e-6)
+        norm.add_rms_norm(x, torch.empty_like(x), x[0], 1e-6)
+        silu.silu_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+        fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        norm.rms_norm(query, key[0, 0], 1e-6)
+        cache = torch.empty(4, num_kv_heads, 2, 16, head_dim, dtype=dtype)
+        slots = torch.zeros(num_tokens, dtype=torch.int64)
+        for rotary_dim in (head_dim, head_dim // 2):
+            angles = torch.empty(num_tokens, rotary_dim // 2)
+            store.rotary_store_kv(query, key, value, angles, angles, cache, slots)
+        store.store_kv(key, value, cache, slots)
+        scales = torch.empty(2, num_kv_heads)
+        for kv_dtype in (torch.int8, torch.float8_e4m3fn)[: 1 if capability == 80 else 2]:
+            store.store_kv(key, value, cache.to(kv_dtype), slots, kv_scales=scales)
+        for num_copies in copy.MOST_COPIES:
+            blocks = torch.zeros(num_copies, dtype=torch.int64)
+            copy.copy_blocks(cache, blocks, blocks)
+
+    kernels = compiled(capability, launch)
+    assert {kernel.name for kernel in kernels} == {
+        "norm_row", "gate_row", "turn_and_store", "copy_slices",
+    }  # fmt: skip
+    check(kernels, capability)
+    for kernel in kernels:
+        if kernel.name in ("norm_row", "gate_row"):
+            # 8 bytes at a time or 16: alignment was seen
+            assert ".v2.b32" in kernel.ptx or ".v4.b32" in kernel.ptx, kernel.name
