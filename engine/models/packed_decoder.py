@@ -212,7 +212,8 @@ class PackedDecoder:
                 step.HIDDEN: table[step.HIDDEN_WIDTH],
                 step.HEADS: num_parts * attention.head_dim,
                 step.ATTENDED: attention.num_heads * attention.head_dim,
-                step.GATED: table[step.GATED_WIDTH],
+                # a panel more: rows a large power of two apart would meet in few lines of a cache
+                step.GATED: table[step.GATED_WIDTH] + PANEL,
                 step.QUANTIZED: table[step.QUANTIZED_WIDTH],
             }.items()
         }

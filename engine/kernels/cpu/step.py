@@ -66,7 +66,7 @@ def buffers_of(t):
         floats(t[HIDDEN], rows, t[HIDDEN_WIDTH]),
         floats_3d(t[HEADS], rows, num_parts, dim),
         floats_3d(t[ATTENDED], rows, t[NUM_HEADS], dim),
-        floats(t[GATED], rows, t[GATED_WIDTH]),
+        floats(t[GATED], rows, t[GATED_WIDTH] + PANEL)[:, : t[GATED_WIDTH]],
         floats(t[QUANTIZED], rows, t[QUANTIZED_WIDTH]),
         carray(as_floats(t[TILES]), (t[NUM_WORKERS], ROWS_TOGETHER, 2, PANEL)),
         floats(t[HEADS], rows, num_parts * dim),

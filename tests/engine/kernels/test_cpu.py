@@ -137,13 +137,17 @@ def test_gated_products_equal_float64(draw):
     torch.testing.assert_close(out[:1].double(), expected[:1], atol=0.1, rtol=1e-3)
 
 
-def test_norms_equal_float64(draw):
-    x, weight, out = torch.randn(5, 70), torch.randn(65), torch.zeros(5, 70)
+@pytest.mark.parametrize("size", [1, 15, 16, 65, 130, 576])
+def test_norms_equal_float64(draw, size):
+    x, weight, out = torch.randn(5, size + 5), torch.randn(size), torch.zeros(5, size + 5)
     for row, normed in zip(x.numpy(), out.numpy(), strict=True):
-        norm_row(row, weight.data_ptr(), np.float32(1e-5), normed, 65)
-    expected = oracle.rms_norm(x[:, :65], weight, 1e-5)
-    torch.testing.assert_close(out[:, :65].double(), expected, atol=1e-5, rtol=1e-5)
-    assert not out[:, 65:].any()
+        norm_row(row, weight.data_ptr(), np.float32(1e-5), normed, size)
+    expected = oracle.rms_norm(x[:, :size], weight, 1e-5)
+    torch.testing.assert_close(out[:, :size].double(), expected, atol=1e-5, rtol=1e-5)
+    assert not out[:, size:].any()
+    for row in x.numpy():  # in place, as of queries and keys
+        norm_row(row, weight.data_ptr(), np.float32(1e-5), row, size)
+    torch.testing.assert_close(x[:, :size].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @numba.njit(parallel=True)
