@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.model_runner import ModelRunner
@@ -100,3 +102,21 @@ def test_with_so_few_blocks_that_sequences_are_preempted(engine_of):
     engine = engine_of(num_blocks=60)
     assert_equal(generate(engine, PROMPTS))
     assert engine.stats().num_preemptions > 0
+
+
+def test_log_probabilities_of_a_real_model_are_float64_s(engine_of, smollm2_dir):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float64).eval()
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, logprobs=20, prompt_logprobs=20)
+    outputs = engine_of().generate(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        (completion,) = output.completions
+        ids = [*prompt, *completion.token_ids]
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        places = [*output.prompt_logprobs[1:], *completion.logprobs]
+        assert len(places) == len(ids) - 1
+        for place, row in zip(places, expected, strict=False):
+            assert place.logprob == pytest.approx(float(row[place.token_id]), abs=1e-4)
+            found = [score for _, score in place.top[:20]]
+            assert found == pytest.approx(row.topk(20).values.tolist(), abs=1e-4)
+            assert found == sorted(found, reverse=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
 from engine.kernels.cpu.functions import address_of, call_function
 from engine.kernels.cpu.quantize import num_groups
-from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile
+from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile_by_stretches
 from engine.kernels.cpu.tiles_int8 import GROUP, GROUP_BYTES, SIDE_BY_SIDE, tile_int8
 from engine.kernels.cpu.vectors import load_float, silu_mul_panel
 from engine.kernels.cpu.workers import share
@@ -117,7 +117,7 @@ def _product_function(kind: int) -> CFunc:
                     following_apart, pace, num_groups(k), rows, num_panels,
                 )  # fmt: skip
             else:
-                tile(
+                tile_by_stretches(
                     left, ldx, panel, apart, PANEL, made, ldy, begin, start_apart, lds, ahead,
                     following_apart, pace, k, rows, num_panels, kind,
                 )  # fmt: skip

@@ -10,11 +10,12 @@ import numpy as np
 from numba import njit
 
 from engine.kernels.cpu.attention import Scores, attend
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, WIDTH
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
 from engine.kernels.cpu.kv_blocks import store_token
 from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes
+from engine.kernels.cpu.norms import norm_row
 from engine.kernels.cpu.quantize import quantize_row, weight_at
-from engine.kernels.cpu.vectors import load_float, load_number, scale_row, sum_of_squares
+from engine.kernels.cpu.vectors import load_number
 from engine.kernels.cpu.workers import share, wait_for_all
 
 # columns of a layer's row: addresses of its tensors (0: it has none), and its window (0: none)
@@ -64,20 +65,6 @@ class Buffers(NamedTuple):
     tiles: np.ndarray  # [num_workers, ROWS_TOGETHER, 2, 16] gate and up of one panel
     flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
     flat_attended: np.ndarray  # attended again, [T, H × D]
-
-
-@njit(nogil=True, cache=True)
-def norm_row(x, weight, eps, out, size):
-    """x / sqrt(mean(x²) + eps) × weight, of the first `size` numbers; `weight` is an address."""
-    num_vectors = size // WIDTH
-    whole = num_vectors * WIDTH
-    total = sum_of_squares(x.ctypes.data, num_vectors)
-    for i in range(whole, size):
-        total += x[i] * x[i]
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-    scale_row(x.ctypes.data, scale, weight, out.ctypes.data, num_vectors)
-    for i in range(whole, size):
-        out[i] = x[i] * scale * load_float(weight + 4 * i)
 
 
 @njit(nogil=True, cache=True)

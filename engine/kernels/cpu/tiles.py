@@ -37,6 +37,7 @@ MAX_ROWS = 6 if WIDTH == 8 else 12
 MAX_PANELS = 1 if WIDTH == 8 else 2  # of a tile of so many rows
 MAX_PANELS_FEW = 1 if WIDTH == 8 else 4  # of `tile_over`, of no more than FEW_ROWS
 FEW_ROWS = 6
+STRETCH = 288  # so many products are summed before they are added to the sum of those before
 MANY_SUMS = 12  # so many are added to in each step that the loop itself costs little
 
 
@@ -61,7 +62,7 @@ def tile(
     panels: Any,  # 1 to MAX_PANELS
     kind: Any,  # literal: FLOAT32, FLOAT16, BFLOAT16 or INT8
 ) -> Any:
-    """C = A × B + start, each sum in the order of k, by fused multiply-adds in float32."""
+    """C = start + A × B, each sum in the order of k, by fused multiply-adds in float32."""
     return by_variant(16, rows_and_panels(MAX_PANELS), _tile_function, kind)
 
 
@@ -81,6 +82,68 @@ def _tile_function(module: Any, num_rows: int, num_panels: int, stored: int) -> 
         store_sums(build, state[1 + 2 * num_panels :], c, ldc, num_rows, num_panels)
 
     return internal_function(module, f"tile_{num_rows}_{num_panels}_{stored}", 14, fill)
+
+
+@intrinsic(prefer_literal=True)
+def tile_by_stretches(
+    context: Any,
+    a: Any,  # these and all that follow as of `tile`
+    lda: Any,
+    b: Any,
+    b_apart: Any,
+    ldb: Any,
+    c: Any,
+    ldc: Any,
+    start: Any,
+    start_apart: Any,
+    lds: Any,
+    ahead: Any,
+    ahead_apart: Any,
+    pace: Any,
+    k: Any,
+    rows: Any,
+    panels: Any,
+    kind: Any,
+) -> Any:
+    """C = A × B + start, of long sums, whose rounding errors are kept small.
+
+    Products are summed by stretches, and these are added up; what they are added to comes last,
+    for each addition to a large number loses what is small.
+    """
+    return by_variant(16, rows_and_panels(MAX_PANELS), _tile_by_stretches_function, kind)
+
+
+def _tile_by_stretches_function(module: Any, num_rows: int, num_panels: int, stored: int) -> Any:
+    def fill(build: Any, args: Any) -> None:
+        a, lda, b, b_apart, ldb, c, ldc, start, start_apart, lds, ahead, ahead_apart, pace, k = args
+        left = [row_address(build, a, lda, i) for i in range(num_rows)]
+        step = build.mul(ldb, I64(ITEM_BYTES[stored]))
+        nothing = [zeros()] * (num_rows * num_panels * NUM_VECTORS)
+        places = [
+            I64(0),
+            *panel_addresses(build, b, b_apart, num_panels),
+            *panel_addresses(build, ahead, ahead_apart, num_panels),
+        ]
+
+        def one_stretch(index: Any, state: list[Any]) -> list[Any]:
+            at, totals = state[: len(places)], state[len(places) :]
+            left_over = build.sub(k, build.mul(index, I64(STRETCH)))
+            is_last = build.icmp_signed("<", left_over, I64(STRETCH))
+            count = build.select(is_last, left_over, I64(STRETCH))
+            made = _sum_up(build, left, step, pace, count, [*at, *nothing], num_panels, stored)
+            sums = made[len(places) :]
+            added = [build.fadd(x, y) for x, y in zip(totals, sums, strict=True)]
+            return [*made[: len(places)], *added]
+
+        count = build.sdiv(build.add(k, I64(STRETCH - 1)), I64(STRETCH))
+        state = loop(build, count, [*places, *nothing], one_stretch)
+        given = starting_sums(build, start, start_apart, lds, num_rows, num_panels)
+        sums = [build.fadd(x, y) for x, y in zip(state[len(places) :], given, strict=True)]
+        store_sums(build, sums, c, ldc, num_rows, num_panels)
+
+    return internal_function(
+        module, f"tile_by_stretches_{num_rows}_{num_panels}_{stored}", 14, fill
+    )
 
 
 def _sum_up(

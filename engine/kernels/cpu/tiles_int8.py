@@ -30,6 +30,7 @@ from engine.kernels.cpu.emit import (
     loop,
     row_address,
     splat,
+    zeros,
 )
 from engine.kernels.cpu.machine import FEATURES
 from engine.kernels.cpu.tiles import (
@@ -84,14 +85,16 @@ def _tile_int8_function(module: Any, num_rows: int, num_panels: int) -> Any:
             I64(0),
             *panel_addresses(build, b, b_apart, num_panels),
             *panel_addresses(build, ahead, ahead_apart, num_panels),
-            *starting_sums(build, start, start_apart, lds, num_rows, num_panels),
+            *[zeros()] * (num_rows * num_panels * NUM_VECTORS),
         ]
 
         def one_group(_index: Any, before: list[Any]) -> list[Any]:
             return _add_group(build, left, pace, before, num_panels)
 
         state = loop(build, groups, state, one_group)
-        store_sums(build, state[1 + 2 * num_panels :], c, ldc, num_rows, num_panels)
+        given = starting_sums(build, start, start_apart, lds, num_rows, num_panels)
+        sums = [build.fadd(x, y) for x, y in zip(state[1 + 2 * num_panels :], given, strict=True)]
+        store_sums(build, sums, c, ldc, num_rows, num_panels)
 
     return internal_function(module, f"tile_int8_{num_rows}_{num_panels}", 13, fill)
 

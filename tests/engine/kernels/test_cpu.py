@@ -13,8 +13,8 @@ from engine.kernels.cpu.matmul import (
     pack,
     stored_as,
 )
+from engine.kernels.cpu.norms import norm_row
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
-from engine.kernels.cpu.stack import norm_row
 from engine.kernels.cpu.tiles_int8 import GROUP_WORDS
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
 from tests.engine.kernels import oracle
@@ -58,6 +58,17 @@ def test_products_equal_float64(draw, dtype, num_rows):
             made = x.double() @ weight.double().T + has_bias * bias.double()
             expected[:num_rows] = added * expected[:num_rows] + made
             torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_what_is_added_to_much_loses_no_more_than_one_rounding(draw, dtype):
+    """A residual may be large: it takes no part in the sum of products until that is whole."""
+    weight, x = torch.randn(32, 1536).round(decimals=1), torch.randn(13, 1536)
+    packed = pack_int8(weight) if dtype == torch.int8 else pack(weight, dtype)
+    products = product(x, packed, torch.zeros(13, 32), dtype).double()
+    large = torch.full((13, 32), 1e6)
+    found = product(x, packed, large.clone(), dtype, added=True).double()
+    assert ((found - (products + 1e6)).abs() <= 2**-5).all()  # half a step of float32 there
 
 
 def by_groups(x):
