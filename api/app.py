@@ -35,6 +35,10 @@ MAX_CPU_WAITING = 256
 CPU_TIMEOUT_S = 30.0
 MAX_SQL_WAITING = 4096
 SQL_TIMEOUT_S = 20.0  # the database's own limits, of about 15 s, come first
+CHECK_THREADS = 1  # of readiness
+MAX_CHECKS_WAITING = 64
+CHECK_TIMEOUT_S = 3.0
+HINT_THREADS = 1  # see api.hints
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -94,21 +98,38 @@ async def keep_running(name: str, work: Callable[[], Coroutine[Any, Any, None]])
         await asyncio.sleep(RESTART_S)
 
 
+def num_database_connections(settings: Settings) -> int:
+    """Most that this process opens: nobody here waits for another's."""
+    return sum(_statement_threads(settings)) + CHECK_THREADS + HINT_THREADS
+
+
+def _statement_threads(settings: Settings) -> tuple[int, int]:
+    """For reads and for writes. A writer may wait long for its turn, and a long list takes long to
+    read: neither may take the other's threads."""
+    reads = max(1, settings.database_pool // 2)
+    return reads, max(1, settings.database_pool - reads)
+
+
 def _wire(settings: Settings) -> Services:
-    database = Database(settings.database_url, pool_size=settings.database_pool)
-    statements = Pool(
-        "the database",
-        threads=settings.database_pool,
-        max_waiting=MAX_SQL_WAITING,
-        timeout_s=SQL_TIMEOUT_S,
-    )
+    database = Database(settings.database_url, pool_size=num_database_connections(settings))
+    reads, writes = _statement_threads(settings)
     return Services(
         settings=settings,
         door=Door.open(settings),
         waiters=Waiters(settings.max_waiters),
         hints=Hints(settings, database, make_app(settings)),
         bodies=BodyReader(settings.max_body_bytes, budget_bytes=settings.body_memory_bytes),
-        sql=Sql(database, statements),
+        sql=Sql(
+            database,
+            reads=_statements("reads", reads),
+            writes=_statements("writes", writes),
+            checks=Pool(
+                "the database",
+                threads=CHECK_THREADS,
+                max_waiting=MAX_CHECKS_WAITING,
+                timeout_s=CHECK_TIMEOUT_S,
+            ),
+        ),
         presenter=Presenter(),
         redis=connect_async(settings.redis_url),
         cpu=Pool(
@@ -117,4 +138,13 @@ def _wire(settings: Settings) -> Services:
             max_waiting=MAX_CPU_WAITING,
             timeout_s=CPU_TIMEOUT_S,
         ),
+    )
+
+
+def _statements(name: str, threads: int) -> Pool:
+    return Pool(
+        f"the database's {name}",
+        threads=threads,
+        max_waiting=MAX_SQL_WAITING,
+        timeout_s=SQL_TIMEOUT_S,
     )

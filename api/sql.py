@@ -23,16 +23,22 @@ R = TypeVar("R")
 class Sql:
     """`statement` takes the transaction's connection and the database's time, in epoch seconds."""
 
-    def __init__(self, database: Database, pool: Pool) -> None:
+    def __init__(self, database: Database, *, reads: Pool, writes: Pool, checks: Pool) -> None:
         self.database = database
-        self.pool = pool
+        self.reads = reads
+        self.writes = writes
+        self.checks = checks
         self._trouble: tuple[float, str] | None = None  # of the last write: monotonic time, what
 
     async def read(self, statement: Callable[[Connection, float], R]) -> R:
-        return await self.pool.run(self._read, statement)
+        return await self.reads.run(self._read, statement)
+
+    async def check(self, statement: Callable[[Connection, float], R]) -> R:
+        """A read for readiness, behind no other reads."""
+        return await self.checks.run(self._read, statement)
 
     async def write(self, statement: Callable[[Connection, float], R]) -> R:
-        return await self.pool.run(self._write, statement)
+        return await self.writes.run(self._write, statement)
 
     def write_trouble(self, within_s: float) -> str | None:
         """What kept the last write from being done, if that was so lately; None when it was done.
@@ -45,7 +51,8 @@ class Sql:
         return trouble[1]
 
     def close(self) -> None:
-        self.pool.close()
+        for pool in (self.reads, self.writes, self.checks):
+            pool.close()
         self.database.dispose()
 
     def _read(self, statement: Callable[[Connection, float], R]) -> R:

@@ -176,7 +176,10 @@ class Settings:
         86_400.0, "How long an Idempotency-Key is remembered.", unit="seconds", low=1,
         high=31_536_000,
     )  # fmt: skip
-    database_pool: int = _setting(5, "Database connections of one process.", low=1, high=1000)
+    database_pool: int = _setting(
+        5, "Database connections of one process; an API has half to read, half to write, 2 more.",
+        low=1, high=1000,
+    )  # fmt: skip
     key_prefix: str = _setting(
         "tokenmill:", "Before every Redis key and channel; deployments that share a Redis differ."
     )
