@@ -1,12 +1,14 @@
 """Reading and cancelling jobs: GET /v1/jobs, GET /v1/jobs/{id}, POST /v1/jobs/{id}/cancel."""
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from api.errors import BadRequest, NotFound, json_response
@@ -68,13 +70,31 @@ async def get_job(job_id: str, request: Request, services: ServicesDep) -> Respo
     loop = asyncio.get_running_loop()
     until = loop.time() + wait
     with services.waiters.register(job_id) as ended:  # before the look, or an end could slip by
-        while True:
-            if loop.time() >= until or services.waiters.closing:
-                return json_response(await read_job(services, job_id))
-            record = await look(services, job_id)
-            if record.ended:
-                return json_response(job_object(record))
-            await services.waiters.sleep(ended, until - loop.time())
+        async with disconnected(request) as gone:
+            gone.add_done_callback(lambda _: ended.set())
+            while not gone.done():
+                if loop.time() >= until or services.waiters.closing:
+                    return json_response(await read_job(services, job_id))
+                record = await look(services, job_id)
+                if record.ended:
+                    return json_response(job_object(record))
+                await services.waiters.sleep(ended, until - loop.time())
+            raise ClientDisconnect
+
+
+@contextlib.asynccontextmanager
+async def disconnected(request: Request) -> AsyncIterator["asyncio.Task[None]"]:
+    """A task that is done when the client has gone: its place is then for others."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.create_task(gone())
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 @router.post("/v1/jobs/{job_id}/cancel")

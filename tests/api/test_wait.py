@@ -1,7 +1,10 @@
 """Long-polls: woken by the end, by the safety net, by the shutdown, or by the clock."""
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from dataclasses import replace
@@ -133,6 +136,30 @@ def test_too_many_waiters_are_told_to_come_back(sqlite_settings):
         assert waiting.join().status_code == 200
         # and its place is free again
         assert client.get(f"/v1/jobs/{job['id']}?wait=0.1").status_code == 200
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("path", ["?wait=60", "/events"], ids=["long-poll", "stream"])
+def test_who_waits_and_leaves_gives_the_place_back(sqlite_settings, path, reset):
+    with serving(replace(sqlite_settings, max_waiters=3)) as client:
+        job = submit(client)
+        address = (client.base_url.host, client.base_url.port)
+        request = f"GET /v1/jobs/{job['id']}{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+        def status() -> int:
+            return client.get(f"/v1/jobs/{job['id']}?wait=0.1").status_code
+
+        for _ in range(3):
+            with contextlib.ExitStack() as stack:
+                for _ in range(3):
+                    link = stack.enter_context(socket.create_connection(address, 10))
+                    link.sendall(request)
+                    if reset:
+                        no_linger = struct.pack("ii", 1, 0)
+                        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+                time.sleep(0.5)  # asking would take a place itself
+                assert status() == 429
+            until(lambda: status() == 200, timeout_s=10)
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
