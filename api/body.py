@@ -10,17 +10,12 @@ from contextlib import aclosing, asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
-from api.errors import ApiError, BadRequest, BodyTooLarge, Overloaded
+from api.errors import BadRequest, BodyTooLarge, Overloaded, TooSlow
 from api.query import read_header
 
 READ_TIMEOUT_S = 30.0  # for a whole body; a slow sender must not hold memory for longer
 DRAIN_BYTES = 64 * 2**20  # most of a refused body that is read and thrown away
 DRAIN_TIMEOUT_S = 2.0
-
-
-class SlowBody(ApiError):
-    status = 408
-    type = "invalid_request_error"
 
 
 class BodyReader:
@@ -39,7 +34,7 @@ class BodyReader:
     async def json_body(self, request: Request) -> AsyncIterator[bytes]:
         """The body's bytes; they count against the budget until the context ends.
 
-        Raises BadRequest (not JSON, compressed), BodyTooLarge, SlowBody, Overloaded.
+        Raises BadRequest (not JSON, compressed), BodyTooLarge, TooSlow, Overloaded.
         """
         _check_headers(request)
         chunks: list[bytes] = []
@@ -73,7 +68,7 @@ class BodyReader:
                         break
                     yield chunk
         except TimeoutError:
-            raise SlowBody(f"the body took longer than {READ_TIMEOUT_S:g} s", code="slow") from None
+            raise TooSlow(f"the body took longer than {READ_TIMEOUT_S:g} s", code="slow") from None
         if size > self.max_bytes:
             await _drain(stream)
             raise self._too_large(size)

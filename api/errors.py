@@ -3,6 +3,7 @@
     ApiError
     ├── BadRequest          400  the client must change `param`
     ├── NotFound            404
+    ├── TooSlow             408
     ├── Conflict            409  never retried: the reply says so to clients that retry on 409
     ├── BodyTooLarge        413
     └── Unavailable         503  try again after `Retry-After` seconds
@@ -41,6 +42,11 @@ class BadRequest(ApiError):
 
 class NotFound(ApiError):
     status = 404
+    type = "invalid_request_error"
+
+
+class TooSlow(ApiError):
+    status = 408
     type = "invalid_request_error"
 
 

@@ -1,5 +1,6 @@
 """The API's process: uvicorn around `api.app`, until SIGINT or SIGTERM."""
 
+import asyncio
 import logging
 import signal
 import socket
@@ -8,8 +9,8 @@ import threading
 import uvicorn
 from fastapi import FastAPI
 
-from api.app import create_app
-from api.http import Protocol
+from api.app import create_app, num_database_connections
+from api.connections import Gate, LoopTrouble, raise_descriptor_limit
 from api.services import Services
 from jobs.settings import Settings
 
@@ -17,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 5  # for replies under way; long-polls and streams are ended at once
-MAX_CONNECTIONS_WAITING = 2048
+MAX_CONNECTIONS_WAITING = 2048  # for us to accept them
+# in one turn of the loop: what asyncio calls the backlog, and as often it fails without descriptors
+ACCEPTS_AT_ONCE = 16
 # longer than clients and proxies keep an idle connection (OpenAI's client 5 s, nginx 60 s): who
 # closes first must not be us, or a call on its way is lost
 KEEP_ALIVE_S = 75
@@ -32,9 +35,11 @@ class Server(uvicorn.Server):
             app,
             host=settings.host,
             port=settings.port,
-            http=Protocol,
+            loop="asyncio",
+            # any maker of protocols does
+            http=Gate(settings, num_database_connections=num_database_connections(settings)),  # type: ignore[arg-type]
             ws="none",
-            backlog=MAX_CONNECTIONS_WAITING,
+            backlog=ACCEPTS_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -45,9 +50,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(LoopTrouble())
         await super().startup(sockets)
         for server in self.servers:
             for listening in server.sockets:
+                with listening.dup() as same:
+                    same.listen(MAX_CONNECTIONS_WAITING)
                 host, port = listening.getsockname()[:2]
                 logger.info("API listening: host=%s port=%s", host, port)
 
@@ -64,6 +72,7 @@ def run(settings: Settings) -> None:
     Raises door.UnreadableModel, or SystemExit if the start fails otherwise.
     """
     logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)  # unless it is set up
+    raise_descriptor_limit()
     server = Server(create_app(settings), settings)
     if threading.current_thread() is threading.main_thread():
         # uvicorn stops on these, then raises them again for whoever handled them before: that

@@ -1,5 +1,6 @@
 """Bodies: how large, how slow, how many; and what they may cost the server."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -157,3 +158,54 @@ def test_a_sender_that_leaves_frees_what_it_held(sqlite_settings):
                 )
                 time.sleep(0.2)
         until(lambda: post(client, b" " * (3 * MIB)).status_code == 400)
+
+
+def test_a_body_in_tiny_chunks_is_refused_before_it_holds_up_anybody(server):
+    client, _ = server
+    head = (
+        b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    replies = []
+
+    def send() -> None:
+        address = (client.base_url.host, client.base_url.port)
+        with socket.create_connection(address, 10) as raw:
+            raw.sendall(head)
+            with contextlib.suppress(OSError):
+                for _ in range(200):
+                    raw.sendall(b"1\r\n \r\n" * 20_000)
+            with contextlib.suppress(OSError):
+                replies.append(raw.recv(65536))
+
+    senders = [threading.Thread(target=send) for _ in range(4)]
+    start = time.monotonic()
+    for sender in senders:
+        sender.start()
+    longest = 0.0
+    while any(sender.is_alive() for sender in senders):
+        asked = time.monotonic()
+        assert client.get("/health/live").status_code == 200
+        longest = max(longest, time.monotonic() - asked)
+    assert time.monotonic() - start < 10
+    assert longest < 2
+    assert all(reply.startswith(b"HTTP/1.1 400") for reply in replies)
+
+
+@pytest.mark.parametrize("chunks", [in_chunks(big(600), 1), in_chunks(big(200_000), 128)])
+def test_chunks_may_be_small_if_they_are_few_or_hold_something(sqlite_client, chunks):
+    assert post(sqlite_client, chunks).status_code in (202, 400)
+
+
+def test_a_refused_chunk_is_told_in_the_one_shape(sqlite_client):
+    with socket.create_connection(
+        (sqlite_client.base_url.host, sqlite_client.base_url.port), 10
+    ) as raw:
+        raw.sendall(
+            b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1040
+        )
+        received = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert received.startswith(b"HTTP/1.1 400")
+    assert b'"code":"invalid_http"' in received
+    assert b"tiny chunks" in received
