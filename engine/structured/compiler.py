@@ -4,8 +4,12 @@ A form is tried in the trial process, under limits, and built here if that went 
 the same again and releases the interpreter's lock meanwhile. (A compiled grammar cannot be sent
 from process to process.) The first trial is short, though long enough for all but huge forms; what
 was not done in it is tried again in a queue for such, and once more in a last one. So a form that
-takes long waits for its like and holds up no other, and one that takes a little longer than usual
-does not wait for those that never end.
+takes long waits for its like, and one that takes a little longer than usual does not wait for those
+that never end. In each queue the shortest and the oldest take turns, so that a crowd of forms that
+take long holds up no cheap one (engine.structured.turns).
+
+Whatever the crowd, a form is answered within a time from when it was asked for: a queue that is too
+long for it is no reason to let a request wait without a word.
 
 What was built is kept, and what was refused is remembered, up to a number of entries and an
 estimate of their bytes.
@@ -31,16 +35,17 @@ from engine.parameter_error import ParameterError
 from engine.structured.grammar import Grammar, GrammarError, GrammarState, load_vocabulary
 from engine.structured.trial import TrialLimits, Verdict, lower_priority
 from engine.structured.trial_process import TrialProcess
+from engine.structured.turns import Clock, Turns
 from engine.structured_outputs import StructuredOutputs
 
-LATER_LIMIT_S = 3.0  # by the clock, for all trials behind the first and the waiting for them
-# from the first request on: a form whose first trial had to wait has less for its later ones
+# from the first request on, or from when the trial process was there: that is loading for seconds
 ANSWER_LIMIT_S = 4.7
+STARTING_S = 0.5  # how often to look whether it is
 # of a form's trials, one after another; the engine's own niceness is 0
 LIMITS = (
-    TrialLimits(cpu_s=0.2, clock_s=10.0, niceness=10),  # 0.02 s are usual, most of it the forks'
-    TrialLimits(cpu_s=0.5, clock_s=LATER_LIMIT_S, niceness=15),
-    TrialLimits(cpu_s=1.3, clock_s=LATER_LIMIT_S, niceness=19),
+    TrialLimits(cpu_s=0.1, clock_s=10.0, niceness=10),  # 0.02 s are usual, most of it the forks'
+    TrialLimits(cpu_s=0.5, clock_s=10.0, niceness=15),
+    TrialLimits(cpu_s=1.4, clock_s=10.0, niceness=19),
 )
 NUM_THREADS = (2, 1, 1)  # for each of these trials
 LIMIT_CPU_S = sum(each.cpu_s for each in LIMITS)
@@ -74,7 +79,6 @@ class _Compiling:
     form: StructuredOutputs
     waiters: list[_Waiter] = field(default_factory=list)
     asked_at: float = field(default_factory=time.monotonic)
-    give_up_at: float = math.inf  # known once its first trial was not enough
 
 
 class GrammarCompiler:
@@ -94,7 +98,10 @@ class GrammarCompiler:
         }
         self._trials = TrialProcess(json.dumps(parts).encode())
         self._pools = [_pool(f"grammar-trial-{i}", num) for i, num in enumerate(NUM_THREADS)]
+        self._turns: list[Turns[_Compiling]] = [Turns() for _ in NUM_THREADS]
         self._resuming = _pool("grammar-resume", 1)
+        self._clock = Clock("form-clock")  # of our own priority: its answers have to be in time
+        self._ready_at = math.inf  # when the trial process had answered once
         self._lock = threading.Lock()  # of all that follows
         self._compiling: dict[Key, _Compiling] = {}
         self._cache: OrderedDict[Key, tuple[Made, int]] = OrderedDict()
@@ -136,22 +143,28 @@ class GrammarCompiler:
         elif compiling is not None:
             self._trials.start()  # here, for our threads would hand their low priority on to it
             self._submit(compiling, 0)
+            self._give_up_in_time(compiling)
         return waiter.future
 
     def close(self) -> None:
         """End the trial process and the threads; forms not yet compiled stay so."""
+        self._clock.end()
         for pool in (*self._pools, self._resuming):
             pool.shutdown(wait=False, cancel_futures=True)
         self._trials.kill()
 
     def _submit(self, compiling: _Compiling, index: int) -> None:
-        def tell(trial: "Future[None]") -> None:
-            if not trial.cancelled() and (fault := trial.exception()) is not None:
-                for waiter in self._ended(compiling):
-                    if waiter.future.set_running_or_notify_cancel():
-                        waiter.future.set_exception(fault)
+        self._turns[index].put(compiling, len(compiling.form.text))
+        self._pools[index].submit(self._take_turn, index)
 
-        self._pools[index].submit(self._try, compiling, index).add_done_callback(tell)
+    def _take_turn(self, index: int) -> None:
+        compiling = self._turns[index].take()
+        try:
+            self._try(compiling, index)
+        except Exception as fault:  # noqa: BLE001  # ours, and who waits must hear of it
+            for waiter in self._ended(compiling):
+                if waiter.future.set_running_or_notify_cancel():
+                    waiter.future.set_exception(fault)
 
     def _try(self, compiling: _Compiling, index: int) -> None:
         """One trial of the form, and what follows from it."""
@@ -167,8 +180,6 @@ class GrammarCompiler:
         elif not verdict.out_of:
             self._settle(compiling, self._built(verdict), verdict.num_bytes)
         elif index + 1 < len(LIMITS):
-            if index == 0:
-                self._give_up_later(compiling)
             self._submit(compiling, index + 1)
         elif verdict.out_of == "processor time":
             self._settle(compiling, f"takes more than {LIMIT_CPU_S:g} seconds to compile")
@@ -176,17 +187,26 @@ class GrammarCompiler:
             self._settle(compiling, None)
 
     def _verdict(self, compiling: _Compiling, index: int) -> Verdict | None:
-        left_s = max(0.0, compiling.give_up_at - time.monotonic())
+        left_s = max(0.0, self._give_up_at(compiling) - time.monotonic())
         limits = replace(LIMITS[index], clock_s=min(LIMITS[index].clock_s, left_s))
-        return self._trials.verdict(compiling.form, limits)
+        verdict = self._trials.verdict(compiling.form, limits)
+        if verdict is not None:
+            self._ready_at = min(self._ready_at, time.monotonic())
+        return verdict
 
-    def _give_up_later(self, compiling: _Compiling) -> None:
+    def _give_up_at(self, compiling: _Compiling) -> float:
+        return max(compiling.asked_at, self._ready_at) + ANSWER_LIMIT_S
+
+    def _give_up_in_time(self, compiling: _Compiling) -> None:
+        give_up_at = self._give_up_at(compiling)
         now = time.monotonic()
-        left_s = max(0.0, min(LATER_LIMIT_S, compiling.asked_at + ANSWER_LIMIT_S - now))
-        compiling.give_up_at = now + left_s
-        timer = threading.Timer(left_s, self._settle, (compiling, None))
-        timer.daemon = True
-        timer.start()
+        if give_up_at <= now:
+            self._settle(compiling, None)
+        elif self._is_over(compiling):
+            return
+        else:
+            when = min(give_up_at, now + STARTING_S) if math.isinf(self._ready_at) else give_up_at
+            self._clock.at(when, functools.partial(self._give_up_in_time, compiling))
 
     def _built(self, verdict: Verdict) -> Made:
         if verdict.error:

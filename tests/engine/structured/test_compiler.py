@@ -16,6 +16,7 @@ from engine.parameter_error import ParameterError
 from engine.structured import compiler as compiling
 from engine.structured import grammar
 from engine.structured.compiler import CompilerBusyError, GrammarCompiler
+from engine.structured.trial_process import TrialProcess
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer
 
@@ -82,7 +83,6 @@ def slow_forms(number):
 
 def unhurried(monkeypatch, *cpu_s):
     """Limits on processor time alone, for machines on which little of it can be had."""
-    monkeypatch.setattr(compiling, "LATER_LIMIT_S", ANSWER_S)
     monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 2 * ANSWER_S)
     limits = [replace(compiling.LIMITS[0], cpu_s=each, clock_s=ANSWER_S) for each in cpu_s]
     monkeypatch.setattr(compiling, "LIMITS", tuple(limits))
@@ -106,7 +106,7 @@ def test_a_form_that_takes_too_long_is_refused_for_good_and_the_next_one_works(
 def test_a_form_that_there_was_no_time_for_may_be_asked_again(compiler, monkeypatch):
     """As when many come that take long: whether this one does is not known."""
     unhurried(monkeypatch, 0.2, 60.0, 60.0)
-    monkeypatch.setattr(compiling, "LATER_LIMIT_S", 0.3)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 0.3)
     first, second = slow_forms(2)
     opened = [compiler.open(form, (), 1) for form in (first, first, second)]
     for each in opened:
@@ -117,45 +117,58 @@ def test_a_form_that_there_was_no_time_for_may_be_asked_again(compiler, monkeypa
     assert not compiler.open(first, (), 1).done()
 
 
-def test_however_many_slow_forms_come_at_once_each_ends_soon_behind_its_first_trial(
-    compiler, monkeypatch
-):
-    """By the order of events: one queue of first trials, and a fixed time behind each."""
-    monkeypatch.setattr(compiling, "LATER_LIMIT_S", 1.0)
-    ended, first_tried = {}, {}
-    verdict = GrammarCompiler._verdict
+def chains(number):
+    """As hopeless, and short."""
+    rules = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40))
+    texts = [f'root ::= r0\n{rules}\nr40 ::= "a{i}"' for i in range(number)]
+    return [StructuredOutputs(kind="grammar", text=text) for text in texts]
 
-    def told(self, form, index):
-        made = verdict(self, form, index)
-        first_tried.setdefault(form.form.text, time.monotonic())
-        return made
 
-    monkeypatch.setattr(GrammarCompiler, "_verdict", told)
+def test_whatever_the_crowd_each_form_is_answered_within_the_limit_and_a_cheap_one_made(compiler):
+    """Also those that had no first trial by then."""
     compiler.open(regex("a"), (), 1).result(ANSWER_S)
-    forms = slow_forms(12)
-    opened = [compiler.open(form, (), 1) for form in forms]
-    for form, each in zip(forms, opened, strict=True):
-        each.add_done_callback(lambda _, text=form.text: ended.update({text: time.monotonic()}))
-    assert compiler.open(regex("b"), (), 1).result(2 * ANSWER_S)
+    took = {}
+    opened = []
+    for form in (*chains(150), regex("[0-9]{3}")):
+        asked_at = time.monotonic()
+        opened.append(compiler.open(form, (), 1))
+        opened[-1].add_done_callback(
+            lambda _, at=asked_at, text=form.text: took.update({text: time.monotonic() - at})
+        )
+    assert opened.pop().result(ANSWER_S)
     for each in opened:
         with pytest.raises(ParameterError):
             each.result(ANSWER_S)
-    waited = [ended[form.text] - first_tried[form.text] for form in forms]
-    assert max(waited) < 1.0 + 5.0  # of which seconds another process may have had
+    assert max(took.values()) < compiling.ANSWER_LIMIT_S + 1.0  # another process may have had one
+    assert took["[0-9]{3}"] < compiling.ANSWER_LIMIT_S
 
 
-def test_a_slow_form_that_waited_for_its_first_trial_has_less_time_for_its_later_ones(
-    compiler, monkeypatch
-):
-    """So that all of a crowd are answered within the limit, and what is quick waits as it must."""
-    unhurried(monkeypatch, 0.2, 60.0, 60.0)
-    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 0.0)
+def test_a_form_that_waits_for_its_first_trial_in_vain_may_be_asked_again(compiler, monkeypatch):
+    unhurried(monkeypatch, 60.0, 60.0, 60.0)
     compiler.open(regex("a"), (), 1).result(ANSWER_S)
-    opened = [compiler.open(form, (), 1) for form in (*slow_forms(4), regex("b"))]
-    assert opened.pop().result(ANSWER_S)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 0.5)
+    opened = [compiler.open(form, (), 1) for form in slow_forms(5)]
     for each in opened:
         with pytest.raises(CompilerBusyError, match="no time for it"):
-            each.result(ANSWER_S)  # without this limit: a minute
+            each.result(ANSWER_S)
+    monkeypatch.undo()
+    assert compiler.open(regex("b"), (), 1).result(ANSWER_S)
+
+
+def test_the_limit_counts_from_when_the_trial_process_was_there(compiler, monkeypatch):
+    """A first form waits for a vocabulary to be loaded; that is no crowd."""
+    verdict = TrialProcess.verdict
+
+    def late(self, form, limits):
+        time.sleep(2.0)
+        return verdict(self, form, limits)
+
+    monkeypatch.setattr(TrialProcess, "verdict", late)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 1.5)
+    monkeypatch.setattr(compiling, "STARTING_S", 0.01)
+    assert compiler.open(regex("a"), (), 1).result(ANSWER_S)
+    with pytest.raises(CompilerBusyError):
+        compiler.open(regex("b"), (), 1).result(ANSWER_S)
 
 
 def test_a_quick_form_passes_those_that_take_long(compiler, monkeypatch):
@@ -179,7 +192,6 @@ def test_trials_run_at_a_lower_priority_and_are_few(compiler, monkeypatch):
     assert sum(compiling.NUM_THREADS) <= 4
     assert [each.niceness for each in compiling.LIMITS] == [10, 15, 19]
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    monkeypatch.setattr(compiling, "LATER_LIMIT_S", 1.0)
     monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", ANSWER_S)
     compiler.open(regex("a"), (), 1).result(ANSWER_S)
     opened = [compiler.open(form, (), 1) for form in slow_forms(5)]
@@ -293,7 +305,7 @@ def test_the_cache_is_bounded_in_bytes(compiler, monkeypatch):
     assert 1 <= compiler.num_cached <= 8
 
 
-def test_however_many_forms_come_memory_is_bounded(compiler):
+def test_however_many_forms_come_memory_is_bounded(compiler, monkeypatch):
     """5,000 of them once took no more: 256 kept, 32 MiB by the estimate, 32 MiB of the process."""
     process = psutil.Process()
     names = [f"field{i}" for i in range(compiling.MAX_CACHED + 100)]
@@ -302,6 +314,7 @@ def test_however_many_forms_come_memory_is_bounded(compiler):
         for name in names
     ]
     before = process.memory_info().rss
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 10 * ANSWER_S)
     opened = [
         compiler.open(StructuredOutputs(kind="json", text=json.dumps(each)), (), 1)
         for each in schemas
