@@ -232,7 +232,6 @@ class ModelRunner:
         return SampledRow(
             params=params,
             seed=sequence.seed,
-            sample_index=sequence.sample_index,
             position=sequence.num_tokens,
             banned=banned,
             mask=b"" if isinstance(mask, NothingAllowedError) else mask,
@@ -290,7 +289,7 @@ class ModelRunner:
             scratch.layers,
             positions[:num_rows],
         )
-        row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, sample_index=0, position=0)
+        row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, position=0)
         sample(logits[:num_sampling], [row] * num_sampling)
         token_logprobs(logits[-num_rows:], [0] * num_rows, [MAX_LOGPROBS] * num_rows)
         torch.cuda.synchronize(self.device)

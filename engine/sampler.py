@@ -2,7 +2,7 @@
 
 Greedy is the argmax in float32. A draw is Gumbel-max (Gumbel 1954; Maddison et al. 2014): the token
 with the largest logit / temperature + noise, where the noise of token v is a function of (seed, v,
-position, sample index) alone. So a draw does not depend on the other rows, on how the sequence came
+position) alone. So a draw does not depend on the other rows, on how the sequence came
 to its position, or on any draw before it. The vocabulary is not sorted in the common case: filters
 look at the 64 likeliest tokens, and at more only where those do not settle the matter.
 """
@@ -32,7 +32,7 @@ class CompiledDraws(NamedTuple):
     """For logits on a CPU, [R, vocab]; they return ids."""
 
     argmax: Callable[[Tensor], list[int]]  # as `_draw_greedy`
-    # of temperatures [R] and `_words` [R, 4] too; as `_draw_plain`
+    # of temperatures [R] and `_words` [R, 3] too; as `_draw_plain`
     gumbel_argmax: Callable[[Tensor, NDArray[np.float32], NDArray[np.uint64]], list[int]]
 
 
@@ -54,7 +54,6 @@ class SampledRow:
 
     params: SamplingParams
     seed: int  # [0, 2⁶⁴)
-    sample_index: int
     position: int  # index in the sequence of the token being drawn
     banned: tuple[int, ...] = ()  # ids that may not be drawn here, in [0, vocab)
     mask: bytes | None = None  # of the ids that a form allows, see token_masks; None: any
@@ -231,10 +230,10 @@ def _scaled(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(1)
 
 
-def _words(rows: Sequence[SampledRow]) -> NDArray[np.uint64]:  # [R, 4]
-    """What noise depends on, beside the token: position, sample index, halves of the seed."""
+def _words(rows: Sequence[SampledRow]) -> NDArray[np.uint64]:  # [R, 3]
+    """What noise depends on, beside the token: position, halves of the seed."""
     return np.array(
-        [(r.position, r.sample_index, r.seed & 0xFFFFFFFF, r.seed >> 32) for r in rows],
+        [(r.position, r.seed & 0xFFFFFFFF, r.seed >> 32) for r in rows],
         dtype=np.uint64,
     )
 
@@ -247,13 +246,15 @@ def _gumbel(
     words = _words(rows)
     if token_ids.device.type == "cpu":
         # numpy to the end: torch would start its threads for each of many small operations
-        position, index, low, high = (column[:, None] for column in words.T)
+        position, low, high = (column[:, None] for column in words.T)
         ids = token_ids.numpy().astype(np.uint64)
-        word = philox_4x32_10((ids, position, index, np.zeros_like(index)), (low, high))[0]
+        nothing = np.zeros_like(position)
+        word = philox_4x32_10((ids, position, nothing, nothing), (low, high))[0]
         return torch.from_numpy(-np.log(-np.log((word + 0.5) * 2.0**-32)))
     columns = torch.from_numpy(words.view(np.int64)).to(token_ids.device).unsqueeze(2)
-    position, index, low, high = columns.unbind(1)
-    counter = (token_ids, position, index, torch.zeros_like(index))
+    position, low, high = columns.unbind(1)
+    zero = torch.zeros_like(position)
+    counter = (token_ids, position, zero, zero)
     uniform = (philox_4x32_10(counter, (low, high))[0].double() + 0.5) * 2.0**-32
     return -(-uniform.log()).log()
 

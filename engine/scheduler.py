@@ -129,7 +129,7 @@ class Scheduler:
                 token_ids=[*prompt_ids, *(generated[index] if index < len(generated) else ())],
                 num_prompt_tokens=len(prompt_ids),
                 params=params,
-                seed=seed,
+                seed=(seed + index) % 2**64,
                 priority=priority,
                 arrival=arrival,
                 cache_salt=cache_salt,

@@ -52,7 +52,7 @@ class Sequence:
     token_ids: list[int]  # prompt, then generated
     num_prompt_tokens: int
     params: SamplingParams
-    seed: int  # of this request's noise; with sample_index and position it fixes every draw
+    seed: int  # of this sample's noise; with the position it fixes every draw
     token_rules: TokenRules = NO_RULES
     token_filter: TokenFilter | None = None  # of this sequence alone; None: any token may come
     priority: int = 0  # higher first

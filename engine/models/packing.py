@@ -77,7 +77,7 @@ def compiled_draws(packing: Packing | None) -> CompiledDraws | None:
     # once, so that it is compiled before a request waits for it
     logits = torch.zeros(1, 1)
     argmax(logits)
-    gumbel_argmax(logits, np.ones(1, np.float32), np.zeros((1, 4), np.uint64))
+    gumbel_argmax(logits, np.ones(1, np.float32), np.zeros((1, 3), np.uint64))
     return CompiledDraws(argmax, gumbel_argmax)
 
 

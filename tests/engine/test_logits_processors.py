@@ -26,7 +26,6 @@ def row(prompt=(), generated=(), *, rules=NO_RULES, stops=(), position=0, **opti
     return SampledRow(
         params=params,
         seed=3,
-        sample_index=0,
         position=position,
         banned=history.banned(token_ids) + tuple(stops),
         tally=history.tally,

@@ -29,8 +29,8 @@ def test_a_banned_token_is_never_drawn_and_the_next_best_is():
     logits = torch.tensor([[0.0, 9.0, 5.0, 1.0]] * 2)
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     rows = [
-        SampledRow(params=greedy, seed=0, sample_index=0, position=0, banned=(1,)),
-        SampledRow(params=greedy, seed=0, sample_index=0, position=0),
+        SampledRow(params=greedy, seed=0, position=0, banned=(1,)),
+        SampledRow(params=greedy, seed=0, position=0),
     ]
     assert sample(logits, rows) == [2, 1]
 

@@ -107,7 +107,7 @@ def test_the_lowest_temperature_that_is_not_greedy_and_the_highest_say_something
 def test_logits_at_the_ends_of_half_precision_give_a_token(dtype, temperature):
     logits = torch.tensor([[-65504.0, 65504.0, 3.0], [1e-7, 0.0, -1e-7], [-65504.0] * 3])
     params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
-    rows = [SampledRow(params=params, seed=1, sample_index=0, position=i) for i in range(3)]
+    rows = [SampledRow(params=params, seed=1, position=i) for i in range(3)]
     tokens = sample(logits.to(dtype), rows)
     assert tokens[0] == 1
     assert all(token in (0, 1, 2) for token in tokens)

@@ -13,18 +13,17 @@ from engine.sampling_params import SamplingParams
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def row(position=0, seed=1, sample_index=0, **options):
+def row(position=0, seed=1, **options):
     return SampledRow(
         params=SamplingParams(max_tokens=1, **options),
         seed=seed,
-        sample_index=sample_index,
         position=position,
     )
 
 
-def philox_word(token_id, position, sample_index, seed):
+def philox_word(token_id, position, seed):
     """First word of Philox4x32-10, on Python's integers."""
-    counter, key = [token_id, position, sample_index, 0], [seed & 0xFFFFFFFF, seed >> 32]
+    counter, key = [token_id, position, 0, 0], [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         left, right = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
         counter = [
@@ -59,7 +58,7 @@ def naive_sample(logits, row):
     left = probabilities_left(logits, row.params)
 
     def score(v):
-        u = (philox_word(v, row.position, row.sample_index, row.seed) + 0.5) / 2**32
+        u = (philox_word(v, row.position, row.seed) + 0.5) / 2**32
         return math.log(left[v]) - math.log(-math.log(u)) if left[v] > 0 else -math.inf
 
     return max(left, key=score)
@@ -75,7 +74,6 @@ def random_row(draw, **fixed):
     return row(
         position=draw.randrange(10**5),
         seed=draw.randrange(2**64),
-        sample_index=draw.randrange(16),
         **options | fixed,
     )
 
@@ -119,7 +117,7 @@ def test_tokens_come_as_often_as_their_probability_says(options):
 
 def test_samples_of_one_request_are_independent():
     draws = 4_000
-    rows = [row(p, sample_index=i) for p in range(draws) for i in range(2)]
+    rows = [row(p, seed=7 + i) for p in range(draws) for i in range(2)]  # as a request has them
     tokens = sample(torch.zeros(2 * draws, 4), rows)
     pairs = Counter(zip(tokens[::2], tokens[1::2], strict=True))
     expected = draws / 16

@@ -26,20 +26,20 @@ def contexts(cache_salt: bytes, token_ids: list[int]) -> list[int]:
     return found
 
 
-def next_token(context: int, seed: int, sample_index: int) -> int:
+def next_token(context: int, seed: int) -> int:
     """EOS one time in sixteen."""
-    draw = hash((context, seed, sample_index)) % 16
+    draw = hash((context, seed)) % 16
     return 1 + draw % (VOCAB_SIZE - 1) if draw else EOS
 
 
 def expected_generation(
-    prompt_ids: list[int], params: SamplingParams, seed: int, sample_index: int, salt: bytes
+    prompt_ids: list[int], params: SamplingParams, seed: int, salt: bytes
 ) -> tuple[list[int], FinishReason]:
     """The tokens and the end of a sample, had it been alone: no blocks, no steps, no neighbours."""
     token_ids = list(prompt_ids)
     for num_before in range(params.max_tokens):
         context = contexts(salt, token_ids)[-1]
-        token_ids.append(next_token(context, seed, sample_index))
+        token_ids.append(next_token(context, seed))
         eos = token_ids[-1] == EOS and not params.ignore_eos
         if num_before >= params.min_tokens and (eos or token_ids[-1] in params.stop_token_ids):
             return token_ids[len(prompt_ids) :], FinishReason.STOP
@@ -76,7 +76,7 @@ def expected_outcomes(
     """Tokens and end of each sample, or of each place of a search."""
     if params.num_beams > 1:
         return expected_texts(prompt_ids, params, seed, salt)
-    return [expected_generation(prompt_ids, params, seed, i, salt) for i in range(params.n)]
+    return [expected_generation(prompt_ids, params, seed + i, salt) for i in range(params.n)]
 
 
 class FakeRunner:
@@ -110,9 +110,10 @@ class FakeRunner:
                 )
             token: int | Candidates
             if sequence.params.num_beams > 1:
-                token = candidates(wanted[-1], sequence.seed)
+                # a beam's likelihoods do not hang on its place
+                token = candidates(wanted[-1], sequence.seed - sequence.sample_index)
             else:
-                token = next_token(wanted[-1], sequence.seed, sequence.sample_index)
+                token = next_token(wanted[-1], sequence.seed)
             sampled.append(token if row.samples else None)
             told = self.scored.setdefault(sequence, [])
             told += row.scored

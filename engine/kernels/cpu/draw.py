@@ -46,9 +46,9 @@ LARGEST_NOISE = 33 * _LN2 + ROUNDING
 
 
 @njit(nogil=True, cache=True)
-def first_word(c0, c1, c2, k0, k1):
-    """The first word of `philox.philox_4x32_10` for the counter (c0, c1, c2, 0), all uint64."""
-    c3 = np.uint64(0)
+def first_word(c0, c1, k0, k1):
+    """The first word of `philox.philox_4x32_10` for the counter (c0, c1, 0, 0), all uint64."""
+    c2 = c3 = np.uint64(0)
     for _ in range(ROUNDS):
         product0, product1 = c0 * _M0, c2 * _M1
         c0 = (product1 >> _HALF) ^ c1 ^ k0
@@ -69,12 +69,11 @@ def promising(
     best: Any,  # float32, the best score with noise so far
     token: Any,  # uint64, the first of theirs; then a counter's other words and the key
     position: Any,
-    sample_index: Any,
     key_low: Any,
     key_high: Any,
 ) -> Any:
     """A bit for each lane's token, set if its noise might lift it above the best."""
-    signature = types.int64(types.int64, *(types.float32,) * 3, *(types.uint64,) * 5)
+    signature = types.int64(types.int64, *(types.float32,) * 3, *(types.uint64,) * 4)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
         logits, peak, temperature, best, token, *rest = args
@@ -96,14 +95,12 @@ def promising(
     return signature, emit
 
 
-def _first_words(
-    build: Any, token: Any, position: Any, sample_index: Any, key_low: Any, key_high: Any
-) -> Any:
+def _first_words(build: Any, token: Any, position: Any, key_low: Any, key_high: Any) -> Any:
     """`first_word` of tokens that follow each other, int32."""
     half, low = splat(build, I64(32)), splat(build, I64(LOW))
     c0 = build.add(splat(build, token), ir.Constant(LONGS, list(range(WIDTH))))
-    c1, c2, k0, k1 = (splat(build, x) for x in (position, sample_index, key_low, key_high))
-    c3 = splat(build, I64(0))
+    c1, k0, k1 = (splat(build, x) for x in (position, key_low, key_high))
+    c2 = c3 = splat(build, I64(0))
     m0, m1 = (splat(build, I64(x)) for x in MULTIPLIERS)
     step0, step1 = (splat(build, I64(x)) for x in KEY_STEPS)
     for _ in range(ROUNDS):
@@ -192,7 +189,7 @@ def place_of_largest(logits):
 
 
 @njit(nogil=True, cache=True)
-def draw_row(logits, temperature, position, sample_index, key_low, key_high):
+def draw_row(logits, temperature, position, key_low, key_high):
     """The token with the largest logit / temperature + noise."""
     peak = largest_of(logits)
     best, chosen = -np.inf, 0
@@ -201,12 +198,12 @@ def draw_row(logits, temperature, position, sample_index, key_low, key_high):
         if bits == (1 << WIDTH) - 1:
             bits = promising(
                 logits.ctypes.data + 4 * first, peak, temperature, np.float32(best),
-                np.uint64(first), position, sample_index, key_low, key_high,
+                np.uint64(first), position, key_low, key_high,
             )  # fmt: skip
         v = first
         while bits:
             if bits & 1:
-                word = first_word(np.uint64(v), position, sample_index, key_low, key_high)
+                word = first_word(np.uint64(v), position, key_low, key_high)
                 noise = -math.log(-math.log((np.float64(word) + 0.5) * 2.0**-32))
                 score = np.float64((logits[v] - peak) / temperature)
                 if score + noise > best:
@@ -219,8 +216,8 @@ def draw_row(logits, temperature, position, sample_index, key_low, key_high):
 @njit(nogil=True, cache=True, parallel=True)
 def draw_rows(logits, temperatures, words, chosen):
     for r in prange(len(chosen)):
-        position, sample_index, low, high = words[r, 0], words[r, 1], words[r, 2], words[r, 3]
-        chosen[r] = draw_row(logits[r], temperatures[r], position, sample_index, low, high)
+        position, low, high = words[r, 0], words[r, 1], words[r, 2]
+        chosen[r] = draw_row(logits[r], temperatures[r], position, low, high)
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -242,7 +239,7 @@ def argmax(
 def gumbel_argmax(
     logits: Tensor,  # [R, vocab] float32, the largest of each row finite
     temperatures: NDArray[np.float32],  # [R]
-    words: NDArray[np.uint64],  # [R, 4]: position, sample index, low and high half of the seed
+    words: NDArray[np.uint64],  # [R, 3]: position, low and high half of the seed
 ) -> list[int]:
     """A token id for each row: `sampler`'s draw from the whole vocabulary."""
     chosen = np.empty(len(words), np.int64)

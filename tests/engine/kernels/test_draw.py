@@ -27,10 +27,9 @@ def test_it_draws_what_the_plain_sampler_draws(vocab_size, spread):
             SampledRow(
                 params=SamplingParams(max_tokens=1, temperature=temperature),
                 seed=int(draw.integers(2**64, dtype=np.uint64)),
-                sample_index=i,
                 position=int(draw.integers(2**20)),
             )
-            for i, temperature in enumerate((1e-3, 0.3, 1.0, 1.7, 2.0))
+            for temperature in (1e-3, 0.3, 1.0, 1.7, 2.0)
         ]
         compiled = CompiledDraws(argmax, gumbel_argmax)
         assert sample(logits.clone(), rows, compiled) == sample(logits.clone(), rows)
@@ -58,7 +57,7 @@ def _promising(logits, best, first):
     zero = np.uint64(0)
     return promising(
         logits.ctypes.data, np.float32(0), np.float32(1), np.float32(best), np.uint64(first), zero,
-        zero, zero, zero,
+        zero, zero,
     )  # fmt: skip
 
 
