@@ -4,15 +4,16 @@ A value that gets past here reaches an engine that other jobs share, so nothing 
 worker checks again when it admits the job: its own limits may be smaller.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from api.errors import BadRequest
 from engine.chat_template import ChatTemplateError
 from engine.door import checked_params
-from engine.sampling_params import ParameterError
+from engine.sampling_params import ParameterError, SamplingParams, params_of
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import TokenizerError
 from jobs import openai
@@ -72,7 +73,7 @@ class Door:
         try:
             return self._check(url, body)
         except BodyError as error:
-            raise BadRequest(str(error), param=error.param) from None
+            raise BadRequest(str(error), param=error.param, code=error.code) from None
         except ParameterError as error:
             param = openai.field_of(url, body, error.param)
             raise BadRequest(str(error), param=param, code=error.code) from None
@@ -106,3 +107,14 @@ class Door:
         return Checked(
             model=model.name, prompt_tokens=len(prompt_ids), max_tokens=params.max_tokens
         )
+
+
+def bound_of(option: str) -> str | None:
+    """What a number must be, in the words of who checks it; None where an option is no number."""
+    if get_type_hints(SamplingParams).get(option) not in (float, float | None):
+        return None
+    try:
+        params_of({option: math.nan}, max_tokens=1)
+    except ParameterError as error:
+        return str(error).removesuffix(", got nan")
+    raise AssertionError(f"{option} may be NaN")

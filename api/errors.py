@@ -85,7 +85,8 @@ class Overloaded(Unavailable):
 def json_response(
     content: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+    # the last new line is for who reads it in a terminal
+    return Response(msgspec.json.encode(content) + b"\n", status, headers, "application/json")
 
 
 def error_response(error: ApiError) -> Response:

@@ -9,3 +9,9 @@ class ParameterError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnknownField(ParameterError):
+    """A field that nobody reads, most likely misspelled."""
+
+    code = "unknown_field"

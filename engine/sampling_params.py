@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.parameter_error import ParameterError as ParameterError
+from engine.parameter_error import UnknownField
 from engine.structured_outputs import StructuredOutputs
 
 MAX_N = 16  # of samples, and of beams
@@ -233,7 +234,7 @@ def params_of(options: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
         known = {field.name for field in fields(RepetitionDetection)}
         for name in detection.keys() - known:
             param = f"repetition_detection.{name}"
-            raise ParameterError(param, f"{param} is not a field of repetition_detection")
+            raise UnknownField(param, f"{param} is not a field of repetition_detection")
         for name in ("max_pattern_size", "min_count"):
             if name not in detection:
                 param = f"repetition_detection.{name}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs import openai_fields as fields
 from jobs import openai_messages, openai_tools, structured_outputs
-from jobs.openai_fields import BodyError
+from jobs.openai_fields import BodyError, UnknownField
 from jobs.openai_tools import NO_TOOLS, ToolCall, ToolUse
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -210,7 +210,7 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
         elif name in refused:
             raise BodyError(name, f"{name} is not supported yet")
         else:
-            raise BodyError(name, f"{name} is not a field of {url}")
+            raise UnknownField(name, f"{name} is not a field of {url}")
 
 
 def _search_as_vllm(options: dict[str, Any]) -> None:

@@ -13,9 +13,17 @@ _AUTHOR = re.compile(r"[^\s<|\\/>]{1,64}")
 class BodyError(ValueError):
     """A body that cannot be run; `param` is the field to change."""
 
+    code: str | None = None  # for a client's program
+
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnknownField(BodyError):
+    """A field that nobody reads, most likely misspelled."""
+
+    code = "unknown_field"
 
 
 def kind(value: object) -> str:
@@ -104,7 +112,7 @@ def record(path: str, value: object, names: Collection[str]) -> dict[str, Any]:
     for name in value:
         if name not in names:
             at = f"{path}.{name[:MAX_SHOWN]}"
-            raise BodyError(at, f"{at} is not a field; there are {', '.join(names)}")
+            raise UnknownField(at, f"{at} is not a field; there are {', '.join(names)}")
     return {name: each for name, each in value.items() if each is not None}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs import openai_fields as fields
 from jobs import strict_json
-from jobs.openai_fields import BodyError
+from jobs.openai_fields import BodyError, UnknownField
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128  # of one message
@@ -88,7 +88,7 @@ def _check_fields(path: str, message: dict[str, Any], given: dict[str, Any], rol
             continue
         owner = next((each for each, names in _FIELDS_OF_ROLE.items() if name in names), None)
         if owner is None and name not in _REFUSED:
-            raise BodyError(f"{path}.{name}", f"{path}.{name} is not a field of a message")
+            raise UnknownField(f"{path}.{name}", f"{path}.{name} is not a field of a message")
         if name not in given:
             continue
         if owner is None:
@@ -111,7 +111,7 @@ def _content(path: str, content: object) -> str:
             )
         for name in part:
             if name not in ("type", "text"):
-                raise BodyError(f"{at}.{name}", f"{at}.{name} is not a field of a text part")
+                raise UnknownField(f"{at}.{name}", f"{at}.{name} is not a field of a text part")
         texts.append(fields.text(f"{at}.text", part.get("text")))
     if not texts:
         raise BodyError(path, f"{path} must have at least 1 part")

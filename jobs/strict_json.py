@@ -22,10 +22,11 @@ _BAREWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 class JSONError(ValueError):
     """`path` leads to the fault, like messages[2].content; empty when it is the whole text's."""
 
-    def __init__(self, path: str, message: str) -> None:
+    def __init__(self, path: str, message: str, *, of_number: bool = False) -> None:
         super().__init__(f"{path}: {message}" if path else message)
         self.path = path
         self.message = message
+        self.of_number = of_number  # a number stands there, of no value that JSON or we have
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def check(root: Any, *, max_depth: int = 32) -> None:
                 raise JSONError(_path(trail), fault)
         elif isinstance(value, _Fault):
             at = trail if value.key is None else [*trail, value.key]
-            raise JSONError(_path(at), value.message)
+            raise JSONError(_path(at), value.message, of_number=value.key is None)
         elif isinstance(value, dict | list | tuple):
             if len(trail) == max_depth:
                 raise JSONError(_path(trail), f"nested more than {max_depth} deep")

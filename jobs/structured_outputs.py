@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs import openai_fields as fields
-from jobs.openai_fields import BodyError
+from jobs.openai_fields import BodyError, UnknownField
 
 NAMES = frozenset({"response_format", "structured_outputs"})
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -109,7 +109,7 @@ def _object(at: str, value: object) -> dict[str, Any]:
 def _refuse_others(at: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in given:
         if name not in known:
-            raise BodyError(f"{at}.{name}", f"{at}.{name} is not a field of {at}")
+            raise UnknownField(f"{at}.{name}", f"{at}.{name} is not a field of {at}")
 
 
 def _json(value: object) -> str:

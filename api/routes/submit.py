@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 from starlette.responses import Response
 
-from api.door import Door
+from api.door import Door, bound_of
 from api.envelope import read_envelope
 from api.errors import (
     ApiError,
@@ -29,6 +30,7 @@ from jobs.records import JobRecord, NewJob, new_job_id
 from jobs.settings import Settings
 
 MAX_KEY_CHARACTERS = 255
+_OPTION = re.compile(r"(?:\[[0-9]+\]\.)?body\.(\w+)")
 
 router = APIRouter()
 
@@ -95,7 +97,10 @@ def read(raw: bytes, door: Door, settings: Settings) -> Submission:
     try:
         value = strict_json.loads(raw)
     except strict_json.JSONError as error:
-        raise BadRequest(str(error), param=error.path or None, code="invalid_json") from None
+        option = _OPTION.fullmatch(error.path) if error.of_number else None
+        bound = bound_of(option[1]) if option else None
+        message = f"{error}; {bound}" if bound else str(error)
+        raise BadRequest(message, param=error.path or None, code="invalid_json") from None
     if not isinstance(value, list):
         jobs = [_new_job(value, len(raw), door, settings)]
     else:

@@ -275,6 +275,59 @@ JSON = [
 ]
 
 
+UNKNOWN = [
+    (completion() | {"colour": "red"}, "colour"),
+    (completion(temprature=1), "body.temprature"),
+    (chat(temprature=1), "body.temprature"),
+    (chat(prompt="hello"), "body.prompt"),
+    (chat(messages=[{"role": "user", "content": "x", "text": "y"}]), "body.messages[0].text"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]),
+        "body.messages[0].content[0].y",
+    ),
+    (
+        completion(repetition_detection={"max_pattern_size": 5, "min_count": 2, "x": 1}),
+        "body.repetition_detection.x",
+    ),
+    (
+        completion(structured_outputs={"regex": "a", "colour": "red"}),
+        "body.structured_outputs.colour",
+    ),
+    (completion(response_format={"type": "text", "x": 1}), "body.response_format.x"),
+]
+
+
+@pytest.mark.parametrize(("job", "param"), UNKNOWN, ids=[param for _, param in UNKNOWN])
+def test_an_unknown_field_has_one_code_wherever_it_stands(door, job, param):
+    error = refusal(door, json.dumps(job).encode())
+    assert (error["param"], error["code"]) == (param, "unknown_field")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400])
+@pytest.mark.parametrize(
+    ("option", "bound"),
+    [
+        ("temperature", "temperature must be in [0, 2]"),
+        ("top_p", "top_p must be in (0, 1]"),
+        ("timeout_s", "timeout_s must be in (0, 2.592e+06]"),
+    ],
+)
+def test_a_value_that_is_no_number_is_refused_with_the_fields_bound(door, option, bound, value):
+    for content, place in (
+        (raw(value, at=option), ""),
+        (b"[" + raw(value, at=option) + b"]", "[0]."),
+    ):
+        error = refusal(door, content)
+        assert error["param"] == f"{place}body.{option}"
+        assert error["message"].startswith(f"{place}body.{option}: ")
+        assert error["message"].endswith(f"; {bound}")
+
+
+@pytest.mark.parametrize("content", [raw("NaN", at="seed"), raw('1, "temperature": 2')])
+def test_other_faults_of_json_name_no_bound(door, content):
+    assert "must be" not in refusal(door, content)["message"]
+
+
 @pytest.mark.parametrize(("content", "param"), JSON)
 def test_json_that_two_readers_may_read_differently_is_refused(door, content, param):
     error = refusal(door, content)

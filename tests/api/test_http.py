@@ -112,6 +112,6 @@ def test_an_idle_connection_is_kept_longer_than_clients_keep_it(sqlite_client):
             link.request("GET", "/health/live")
             answer = link.getresponse()
             assert answer.status == 200
-            assert answer.read() == b'{"status":"live"}'
+            assert answer.read() == b'{"status":"live"}\n'
             assert link.sock is opened  # not closed and opened anew
             time.sleep(pause_s)
