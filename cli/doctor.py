@@ -23,6 +23,9 @@ from cli.addresses import is_loopback, port_holder
 from cli.catalogue import CATALOGUE, is_complete
 from cli.options import environment
 from cli.wheel_binaries import BinaryMissing, valkey_binary
+from engine.chat_template import ChatTemplateError
+from engine.tokenizer import Tokenizer
+from engine.tokenizer_files import TokenizerError
 from jobs import store
 from jobs.database import Database, DatabaseURLError
 from jobs.records import WorkerRecord
@@ -127,11 +130,22 @@ def _check_data_folder(settings: Settings, environ: Mapping[str, str]) -> Iterat
         yield Finding("data", Verdict.OK, f"{folder}, {free >> 30} GiB free")
 
 
+def _readable(name: str, path: Path) -> Finding:
+    """Whether the API and a worker can read what they need of it, weights aside."""
+    try:
+        Tokenizer.load(path)
+    except (TokenizerError, ChatTemplateError, OSError) as error:
+        return Finding(
+            "models", Verdict.FAILED, f"{name}: {error}", "fetch the model again, or mend the file"
+        )
+    return Finding("models", Verdict.OK, f"{name} in {path}")
+
+
 def _check_models(settings: Settings, environ: Mapping[str, str]) -> Iterator[Finding]:
     for entry in settings.models:
         path = Path(entry.path)
         if is_complete(path):
-            yield Finding("models", Verdict.OK, f"{entry.name} in {path}")
+            yield _readable(entry.name, path)
         elif entry.name in CATALOGUE:
             yield Finding(
                 "models",

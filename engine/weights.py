@@ -22,7 +22,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,12 +34,21 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint_files import (
+    FileFault,
+    MissingFile,
+    OutsideFolder,
+    check_links,
+    checked_path,
+    read_config,
+    read_object,
+    shown,
+)
 from engine.gguf import GGUFError, convert_gguf, file_sha256
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MAX_JSON_BYTES = 64 << 20  # the index of the largest public models has a few megabytes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", INDEX_FILE, "*.json", "*.jinja")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -130,9 +140,8 @@ def _converted(path: Path) -> Path:
 def check_folder(folder: Path) -> None:
     """Refuse a folder with a link that leads out of it, or with weights only as pickle."""
     names = sorted(entry.name for entry in folder.iterdir())
-    for name in names:
-        if (folder / name).is_symlink():
-            _checked_path(folder, name)
+    with _by_name():
+        check_links(folder)
     if any(name in (SINGLE_FILE, INDEX_FILE) for name in names):
         return
     for name in names:
@@ -153,7 +162,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         check_folder(folder)
         self.folder = folder
-        self.config = _read_json(folder, "config.json")
+        with _by_name():
+            self.config = read_config(folder)
         if "auto_map" in self.config:
             raise RemoteCodeError(
                 f"{folder}/config.json has auto_map: the model needs code of its own, and code "
@@ -258,7 +268,8 @@ class Checkpoint:
         ids = [] if found is None else found if isinstance(found, list) else [found]
         if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise MalformedCheckpointError(
-                f"{self.folder}/{name}: eos_token_id must be an id or a list of ids, got {found!r}"
+                f"{self.folder}/{name}: eos_token_id must be an id or a list of ids, "
+                f"got {shown(found)}"
             )
         return frozenset(ids)
 
@@ -331,30 +342,24 @@ def checkpoint_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def _by_name() -> Iterator[None]:
+    """A fault of a file as one of this module's errors."""
+    try:
+        yield
+    except OutsideFolder as error:
+        raise OutsideFolderError(str(error)) from error
+    except MissingFile as error:
+        raise CheckpointNotFoundError(str(error)) from error
+    except FileFault as error:
+        raise MalformedCheckpointError(str(error)) from error
+
+
 def _checked_path(folder: Path, name: str) -> Path:
-    """A file of the folder, by plain name; its links may not lead out of the checkpoint."""
-    if not name or Path(name).name != name or "\\" in name or "\0" in name:
-        raise OutsideFolderError(f"{folder} refers to {name!r}, which is a path, not a file name")
-    roots = [folder.resolve()]
-    if folder.parent.name == "snapshots":  # the hub's cache keeps the content in blobs/ next to it
-        roots.append(folder.parent.parent.resolve() / "blobs")
-    path = folder / name
-    real = path.resolve()
-    if not any(real.is_relative_to(root) for root in roots):
-        raise OutsideFolderError(f"{path} leads out of the checkpoint, to {real}")
-    if not real.is_file():
-        raise CheckpointNotFoundError(f"{path} is not a file")
-    return path
+    with _by_name():
+        return checked_path(folder, name)
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = _checked_path(folder, name)
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise MalformedCheckpointError(f"{path} is over {MAX_JSON_BYTES} bytes")
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise MalformedCheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise MalformedCheckpointError(f"{path} must hold an object, got {type(content).__name__}")
-    return content
+    with _by_name():
+        return read_object(folder, name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from engine.chat_template import ChatTemplateError
 from engine.config import EngineConfig
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import TokenizerError
@@ -167,5 +168,5 @@ def _load_tokenizer(model: ModelEntry) -> Tokenizer:
         )
     try:
         return Tokenizer.load(model.path)
-    except (TokenizerError, OSError) as error:
+    except (TokenizerError, ChatTemplateError, OSError) as error:
         raise StartError(f"model {model.name}: {error}") from error

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from engine.checkpoint_files import shown
 from engine.weights import MalformedCheckpointError
 
 
@@ -13,13 +14,14 @@ def count(
     null: int | None = None,  # what a null means
     *,
     least: int = 1,
+    most: int = 2**31 - 1,
 ) -> int:
     value = config.get(name, missing)
     if value is None:
         value = null
-    if type(value) is not int or not least <= value < 2**31:
+    if type(value) is not int or not least <= value <= most:
         raise MalformedCheckpointError(
-            f"{name} must be an integer of at least {least}, got {value!r}"
+            f"{name} must be an integer in [{least}, {most}], got {shown(value)}"
         )
     return value
 
@@ -28,7 +30,7 @@ def positive(config: Mapping[str, Any], name: str, default: float | None = None)
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise MalformedCheckpointError(f"{name} must be a positive number, got {value!r}")
+        raise MalformedCheckpointError(f"{name} must be a positive number, got {shown(value)}")
     return float(value)
 
 
@@ -37,7 +39,7 @@ def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise MalformedCheckpointError(f"{name} must be true or false, got {value!r}")
+        raise MalformedCheckpointError(f"{name} must be true or false, got {shown(value)}")
     return value
 
 

@@ -149,12 +149,16 @@ class DecoderLoader:
     def linear(self, parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
         """Projections of one input, as name -> rows, stacked into one."""
         num_outputs = sum(parts.values())
+        # taken before there is room for them: their shapes are the file's, the settings only say so
+        taken = [
+            self.checkpoint.take(f"{name}.weight", (rows, num_inputs))
+            for name, rows in parts.items()
+        ]
         weight = allocate((num_outputs, num_inputs), self.dtype, self.device)
         bias = allocate((num_outputs,), self.dtype, self.device) if has_bias else None
         start = 0
-        for name, rows in parts.items():
-            taken = self.checkpoint.take(f"{name}.weight", (rows, num_inputs))
-            weight[start : start + rows].copy_(taken)
+        for (name, rows), part in zip(parts.items(), taken, strict=True):
+            weight[start : start + rows].copy_(part)
             if bias is not None:
                 bias[start : start + rows].copy_(self.checkpoint.take(f"{name}.bias", (rows,)))
             start += rows
@@ -166,5 +170,5 @@ class DecoderLoader:
         )
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = allocate(shape, self.dtype, self.device)
-        return tensor.copy_(self.checkpoint.take(name, shape))
+        taken = self.checkpoint.take(name, shape)
+        return allocate(shape, self.dtype, self.device).copy_(taken)

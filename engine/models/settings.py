@@ -14,6 +14,9 @@ from engine.models.config_values import count, flag, positive
 from engine.models.rope import read_rope
 from engine.weights import MalformedCheckpointError, UnsupportedModelError
 
+MAX_LAYERS = 10_000  # what is made of each before its tensors are looked at is small
+MAX_HEAD_DIM = 1 << 16  # likewise of a head
+
 FAMILY_OF = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -52,7 +55,7 @@ class DecoderSettings:
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise UnsupportedModelError(f"hidden_act must be silu, got {activation!r}")
-        num_layers = count(config, "num_hidden_layers")
+        num_layers = count(config, "num_hidden_layers", most=MAX_LAYERS)
         num_heads = count(config, "num_attention_heads")
         default_kv_heads = 8 if family == "mistral" else num_heads
         num_kv_heads = count(config, "num_key_value_heads", default_kv_heads, num_heads)
@@ -63,7 +66,8 @@ class DecoderSettings:
             )
         hidden_size = count(config, "hidden_size")
         split = max(1, hidden_size // num_heads)
-        head_dim = count(config, "head_dim", 128 if family == "qwen3" else split, split)
+        default_head_dim = 128 if family == "qwen3" else split
+        head_dim = count(config, "head_dim", default_head_dim, split, most=MAX_HEAD_DIM)
         if head_dim % 2:
             raise UnsupportedModelError(f"head_dim must be even, got {head_dim}")
         rope = read_rope(config, family)

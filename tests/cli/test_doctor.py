@@ -1,6 +1,7 @@
 """The doctor finds each of the things that it is there to find, on real servers."""
 
 import json
+import shutil
 import socket
 
 import pytest
@@ -107,6 +108,24 @@ def test_a_missing_model_is_found_with_the_command_that_gets_it(examine):
     remedies = [finding["remedy"] for finding in findings["models"]]
     assert remedies[0].startswith("tokenmill models fetch smollm2-135m-instruct")
     assert remedies[1].endswith("--name other")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template must be a text"),
+        ("chat_template.jinja", "{{ 'a'|wordwrap(1) }}", "'wordwrap'"),
+        ("config.json", "[" * 200_000, "nested too deep"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_found_with_the_file(
+    examine, tmp_path, tiny_llama_dir, name, content, said
+):
+    folder = shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    (folder / name).write_text(content)
+    status, findings = examine(TOKENMILL_MODELS=f"broken={folder}")
+    assert (status, failures(findings)) == (1, {"models"})
+    assert said in findings["models"][0]["message"]
 
 
 def test_a_port_in_use_and_an_open_host_are_warnings(examine):
