@@ -233,7 +233,7 @@ def params_of(options: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
     if detection is not None:
         known = {field.name for field in fields(RepetitionDetection)}
         for name in detection.keys() - known:
-            param = f"repetition_detection.{name}"
+            param = f"repetition_detection.{name:.80}"
             raise UnknownField(param, f"{param} is not a field of repetition_detection")
         for name in ("max_pattern_size", "min_count"):
             if name not in detection:

@@ -50,7 +50,7 @@ def with_kept_numbers(schema: Any) -> Any:
             _check(key, value)
             kept[key] = value
         elif key == "minProperties" and type(value) in (int, float) and value > 1:
-            raise UnkeptNumberError(f"minProperties must be at most 1, got {value!r}")
+            raise UnkeptNumberError(f"minProperties must be at most 1, got {value!r:.100}")
         else:
             kept[key] = value if key in _NOTES else with_kept_numbers(value)
     return kept
@@ -64,7 +64,7 @@ def _check(key: str, value: Any) -> None:
             if type(number) in (int, float) and not _is_read_as_written(number):
                 raise UnkeptNumberError(
                     f"{key} may have numbers of at most {NUM_DIGITS} digits, and whole ones up to "
-                    f"{_EXACT}, got {number!r}; use a string"
+                    f"{_EXACT}, got {number!r:.100}; use a string"
                 )
         level = [
             inner

@@ -39,7 +39,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         if self.kind not in self.KINDS:
-            self._refuse(f"must be one of {', '.join(self.KINDS)}, got {self.kind!r}")
+            self._refuse(f"must be one of {', '.join(self.KINDS)}, got {self.kind!r:.100}")
         match self.kind:
             case "json":
                 self._check_schema()

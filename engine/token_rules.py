@@ -40,7 +40,9 @@ def token_rules(params: SamplingParams, vocabulary: Vocabulary) -> TokenRules:
         for text in (bare, f" {bare}"):
             token_ids = tuple(vocabulary.encode_word(text))
             if not token_ids:
-                raise ParameterError("bad_words", f"bad_words: {word!r} has no token in this model")
+                raise ParameterError(
+                    "bad_words", f"bad_words: {word[:80]!r} has no token in this model"
+                )
             spelled[token_ids] = None
     thinking = None
     if params.thinking_token_budget is not None:

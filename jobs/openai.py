@@ -52,7 +52,7 @@ class Choice:
 def parse(url: str, body: object) -> Generation:
     """Read the body of an endpoint. Raises BodyError naming what is unknown, unsupported or odd."""
     if url not in URLS:
-        raise BodyError("url", f"url must be one of {', '.join(URLS)}, got {url!r}")
+        raise BodyError("url", f"url must be one of {', '.join(URLS)}, got {fields.shown(url)}")
     if not isinstance(body, dict):
         raise BodyError("body", f"body must be an object, got {fields.kind(body)}")
     _refuse_unknown(url, body)
@@ -210,6 +210,7 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
         elif name in refused:
             raise BodyError(name, f"{name} is not supported yet")
         else:
+            name = name[: fields.MAX_SHOWN]
             raise UnknownField(name, f"{name} is not a field of {url}")
 
 
@@ -228,7 +229,8 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
     if len(set(values.values())) > 1:
         raise BodyError(
             "max_tokens", "max_tokens and max_completion_tokens are one limit under two names; "
-            f"got {values['max_tokens']} and {values['max_completion_tokens']}",
+            f"got {fields.shown(values['max_tokens'])} and "
+            f"{fields.shown(values['max_completion_tokens'])}",
         )  # fmt: skip
     return next(iter(values.values()), None)
 
@@ -274,7 +276,9 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     for i, token_id in enumerate(value):
         if type(token_id) is not int or token_id < 0:
             raise BodyError(
-                "prompt", f"prompt[{i}] must be a token id, a whole number from 0, got {token_id!r}"
+                "prompt",
+                f"prompt[{i}] must be a token id, a whole number from 0, "
+                f"got {fields.shown(token_id)}",
             )
     return tuple(value)
 

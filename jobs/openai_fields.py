@@ -41,19 +41,23 @@ def text(path: str, value: object) -> str:
 
 def integer(path: str, value: object) -> int:
     if type(value) is not int:  # a bool is an int to Python and a mistake to a client
-        raise BodyError(path, f"{path} must be an integer, got {value!r}")
+        raise BodyError(path, f"{path} must be an integer, got {shown(value)}")
     return value
 
 
 def number(path: str, value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise BodyError(path, f"{path} must be a finite number, got {value!r}")
+    try:
+        finite = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer that no double comes near
+        finite = False
+    if not finite:
+        raise BodyError(path, f"{path} must be a finite number, got {shown(value)}")
     return value  # type: ignore[return-value]
 
 
 def boolean(path: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise BodyError(path, f"{path} must be true or false, got {value!r}")
+        raise BodyError(path, f"{path} must be true or false, got {shown(value)}")
     return value
 
 
@@ -87,7 +91,7 @@ def logit_bias(path: str, value: object) -> tuple[tuple[int, float], ...]:
         raise BodyError(path, f"{path} must be an object of token ids, got {kind(value)}")
     for key in value:
         if not key.isascii() or not key.isdecimal() or len(key) > 10 or str(int(key)) != key:
-            raise BodyError(path, f"{path} keys must be token ids, got {key[:40]!r}")
+            raise BodyError(path, f"{path} keys must be token ids, got {shown(key)}")
     return tuple((int(key), number(f"{path}.{key}", bias)) for key, bias in value.items())
 
 
@@ -102,7 +106,7 @@ def counts(path: str, value: object) -> dict[str, int]:
     if not isinstance(value, dict):
         raise BodyError(path, f"{path} must be an object, got {kind(value)}")
     given = {name: each for name, each in value.items() if each is not None}
-    return {name: integer(f"{path}.{name}", each) for name, each in given.items()}
+    return {name: integer(f"{path}.{name[:MAX_SHOWN]}", each) for name, each in given.items()}
 
 
 def record(path: str, value: object, names: Collection[str]) -> dict[str, Any]:
@@ -152,6 +156,10 @@ def depth(value: object) -> int:
 
 
 def shown(value: object) -> str:
-    """As an error repeats it."""
+    """As an error repeats it: short, and without Python's limit on digits of an integer."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        value = value[: 2 * MAX_SHOWN]
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

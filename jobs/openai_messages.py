@@ -78,7 +78,9 @@ def _role(path: str, role: object) -> str:
     if role == "function":
         raise BodyError(path, f"{path} 'function' is not supported: use tool")
     if not isinstance(role, str) or role not in _ROLES:
-        raise BodyError(path, f"{path} must be one of {', '.join(_ROLES)}, got {role!r}")
+        raise BodyError(
+            path, f"{path} must be one of {', '.join(_ROLES)}, got {fields.shown(role)}"
+        )
     return _ROLES[role]
 
 
@@ -88,7 +90,8 @@ def _check_fields(path: str, message: dict[str, Any], given: dict[str, Any], rol
             continue
         owner = next((each for each, names in _FIELDS_OF_ROLE.items() if name in names), None)
         if owner is None and name not in _REFUSED:
-            raise UnknownField(f"{path}.{name}", f"{path}.{name} is not a field of a message")
+            at = f"{path}.{name[: fields.MAX_SHOWN]}"
+            raise UnknownField(at, f"{at} is not a field of a message")
         if name not in given:
             continue
         if owner is None:
@@ -107,11 +110,13 @@ def _content(path: str, content: object) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind != "text":
             raise BodyError(
-                at, f"{at} must be a part of type text, got {kind or fields.kind(part)!r}"
+                at,
+                f"{at} must be a part of type text, got {fields.shown(kind or fields.kind(part))}",
             )
         for name in part:
             if name not in ("type", "text"):
-                raise UnknownField(f"{at}.{name}", f"{at}.{name} is not a field of a text part")
+                at = f"{at}.{name[: fields.MAX_SHOWN]}"
+                raise UnknownField(at, f"{at} is not a field of a text part")
         texts.append(fields.text(f"{at}.text", part.get("text")))
     if not texts:
         raise BodyError(path, f"{path} must have at least 1 part")

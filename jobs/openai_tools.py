@@ -128,7 +128,9 @@ def _tools(value: object) -> list[dict[str, Any]]:
         function = _function(f"{path}.function", tool.get("function"))
         if function["name"] in names:
             at = f"{path}.function.name"
-            raise BodyError(at, f"{at} {function['name']!r} is the name of an earlier tool too")
+            raise BodyError(
+                at, f"{at} {fields.shown(function['name'])} is the name of an earlier tool too"
+            )
         names.add(function["name"])
         tools.append({"type": "function", "function": function})
     return tools
@@ -194,5 +196,5 @@ def _named(choice: dict[str, Any], tools: Mapping[str, dict[str, Any]]) -> dict[
     at = f"{path}.function.name"
     name = fields.function_name(at, function.get("name"))
     if name not in tools:
-        raise BodyError(at, f"{at} must be the name of one of the tools, got {name!r}")
+        raise BodyError(at, f"{at} must be the name of one of the tools, got {fields.shown(name)}")
     return tools[name]

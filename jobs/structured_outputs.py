@@ -45,7 +45,8 @@ def _response_format(value: object) -> dict[str, str]:
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise BodyError(
-            f"{at}.type", f"{at}.type must be text, json_object or json_schema, got {kind!r}"
+            f"{at}.type",
+            f"{at}.type must be text, json_object or json_schema, got {fields.shown(kind)}",
         )
     _refuse_others(at, given, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "text":

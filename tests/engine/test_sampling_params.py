@@ -258,3 +258,10 @@ def test_a_prompt_the_model_cannot_take_names_the_field_and_the_numbers(
         check_prompt(prompt, SamplingParams(**{"max_tokens": 1, **options}), **LIMITS)
     assert refused.value.param == param
     assert numbers in str(refused.value)
+
+
+def test_a_refusal_of_an_unknown_field_is_short():
+    with pytest.raises(ParameterError) as refused:
+        params_of({"repetition_detection": {"x" * 5000: 1}}, max_tokens=1)
+    assert len(str(refused.value)) < 200
+    assert len(refused.value.param) < 110

@@ -390,3 +390,51 @@ def test_an_ending_without_text_has_no_response_body():
                 url, job_id="job_1", model="m", created=1, choices=[Choice(0, "", "abort")],
                 prompt_tokens=1, cached_tokens=0, completion_tokens=0,
             )  # fmt: skip
+
+
+HUGE, LONG = 10**400, "x" * 5000
+LARGE_VALUES = [
+    *({name: HUGE} for name in ("temperature", "top_p", "min_p", "presence_penalty", "timeout_s")),
+    *({name: -HUGE} for name in ("length_penalty", "diversity_penalty")),
+    {"logit_bias": {"1": HUGE}},
+    {"logit_bias": {LONG: 1}},
+    {"echo": LONG},
+    {"seed": LONG},
+    {"max_tokens": [LONG]},
+    {"max_tokens": 10**5000, "max_completion_tokens": 5},
+    {"temperature": LONG},
+    {"prompt": [-(10**5000)]},
+    {"stop_token_ids": [LONG]},
+    {"response_format": {"type": LONG}},
+    {"repetition_detection": {LONG: LONG}},
+    {LONG: 1},
+]
+
+
+@pytest.mark.parametrize("values", LARGE_VALUES, ids=range(len(LARGE_VALUES)))
+def test_a_refusal_of_a_large_value_is_short(values):
+    body = {"model": "m", "prompt": "hi"} | values
+    if "max_completion_tokens" in values:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | values
+    url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with pytest.raises(BodyError) as refused:
+        parse(url, body)
+    assert len(str(refused.value)) < 400
+    assert len(refused.value.param) < 100
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": LONG, "content": "hi"},
+        {"role": "user", "content": [{"type": LONG}]},
+        {"role": "user", "content": [{"type": "text", "text": "hi", LONG: 1}]},
+        {"role": "user", "content": "hi", LONG: 1},
+    ],
+    ids=range(4),
+)
+def test_a_refusal_of_a_large_message_is_short(message):
+    with pytest.raises(BodyError) as refused:
+        parse("/v1/chat/completions", {"model": "m", "messages": [message]})
+    assert len(str(refused.value)) < 400
+    assert len(refused.value.param) < 100
