@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.matmul import Weights, multiply, pack, stored_as
+from engine.kernels.cpu.pairs import pack_pairs, pair_row, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.workers import Crew
 
@@ -25,11 +26,14 @@ def _multiply(x, weights, outputs, num_rows, num_inputs, kind, product, num_work
 
 
 def by_kernels(
-    weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int
+    weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int, *, in_pairs: bool = False
 ) -> Callable[[], None]:
     """All layers by these kernels."""
     packed = [
-        [pack_int8(w) if dtype == torch.int8 else pack(w, dtype) for w in layer]
+        [
+            pack_pairs(w) if in_pairs else pack_int8(w) if dtype == torch.int8 else pack(w, dtype)
+            for w in layer
+        ]
         for layer in weights
     ]
     calls = []
@@ -40,9 +44,24 @@ def by_kernels(
             for row, made in zip(x, quantized, strict=True):
                 quantize_row(row, k, made)
             x = quantized
+        elif in_pairs:
+            pairs = np.empty((num_tokens, pair_words(k)), np.float32)
+            for row, made in zip(x, pairs, strict=True):
+                pair_row(row, k, made)
+            x = pairs
         addresses = np.array([layer[place].data_ptr() for layer in packed], np.int64)
         out = np.empty((num_tokens, n), np.float32)
-        calls.append((x, addresses, out, num_tokens, k, *stored_as(dtype), torch.get_num_threads()))
+        calls.append(
+            (
+                x,
+                addresses,
+                out,
+                num_tokens,
+                k,
+                *stored_as(dtype, in_pairs=in_pairs),
+                torch.get_num_threads(),
+            )
+        )
 
     def run(_held: object = packed) -> None:
         for call in calls:

@@ -10,7 +10,8 @@ class EngineConfig:
 
     model: str  # checkpoint folder, GGUF file or hub id
     # how weights and KV cache are kept: float32, bfloat16, float16 or auto, which is the
-    # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32
+    # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32, but rounds
+    # what bfloat16 weights are multiplied by where that is asked for and it has instructions for it
     dtype: str = "auto"
     quantization: str = "none"  # int8: weights in 8 bits, by a CPU's compiled kernels
     # on a CPU another type for the KV cache: int8 has a scale for each token's key, and value, of a

@@ -74,6 +74,7 @@ def load_model(
             settings,
             block_size=packing.block_size,
             weight_dtype=packing.weight_dtype,
+            in_pairs=packing.in_pairs,
             kv_dtype=packing.kv_dtype,
         )
     return Decoder(checkpoint, settings, dtype=dtype, device=device, kernels=kernels)

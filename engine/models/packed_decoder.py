@@ -19,6 +19,7 @@ from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, p
 from engine.kernels.cpu.emit import PANEL
 from engine.kernels.cpu.functions import address_of
 from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, padded, stored_as
+from engine.kernels.cpu.pairs import pack_pairs, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantized_words
 from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
@@ -45,6 +46,7 @@ class PackedDecoder:
         *,
         block_size: int,  # a multiple of 16
         weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
+        in_pairs: bool = False,  # bfloat16 weights: inputs are rounded to that, too
         kv_dtype: torch.dtype,  # likewise keys and values, whose arithmetic is in float32
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
@@ -57,6 +59,7 @@ class PackedDecoder:
             LayerShape(num_kv_heads=s.num_kv_heads, head_dim=padded(s.head_dim)),
         ) * s.num_layers
         self.weight_dtype = weight_dtype
+        self._in_pairs = in_pairs
         self._settings = s
         self._attention = AttentionShape(
             num_heads=s.num_heads,
@@ -100,6 +103,7 @@ class PackedDecoder:
         return {
             "threads": self._num_workers,
             "weight_dtype": str(self.weight_dtype),
+            "in_pairs": self._in_pairs,
             "block_size": self._attention.block_size,
             "num_layers": s.num_layers,
             "hidden_size": s.hidden_size,
@@ -174,7 +178,7 @@ class PackedDecoder:
     def _fill_table(self) -> None:
         """What is the same in every step."""
         s, attention, table = self._settings, self._attention, self._table
-        weights = stored_as(self.weight_dtype)
+        weights = stored_as(self.weight_dtype, in_pairs=self._in_pairs)
         width = max(attention.num_heads * attention.head_dim, padded(s.hidden_size))
         width = max(width, padded(s.intermediate_size))
         for column, number in {
@@ -188,7 +192,7 @@ class PackedDecoder:
             step.ROTARY_HALF: s.rotary_dim // 2,
             step.HIDDEN_WIDTH: padded(s.hidden_size),
             step.GATED_WIDTH: padded(s.intermediate_size),
-            step.QUANTIZED_WIDTH: quantized_words(width) if self.weight_dtype == torch.int8 else 1,
+            step.QUANTIZED_WIDTH: self._rounded_words(width),
             step.VOCAB_WIDTH: padded(s.vocab_size),
             step.NUM_HEADS: attention.num_heads,
             step.NUM_KV_HEADS: attention.num_kv_heads,
@@ -276,7 +280,15 @@ class PackedDecoder:
         row[stack.DOWN] = self._pack(_fill_rows(mlp.down.weight.T, 1, width).T)
         row[stack.DOWN_BIAS] = self._keep_bias(mlp.down.bias, 1, hidden_size)
 
+    def _rounded_words(self, num_inputs: int) -> int:
+        """float32's worth of memory for a row that is rounded before it is multiplied."""
+        if self.weight_dtype == torch.int8:
+            return int(quantized_words(num_inputs))
+        return int(pair_words(num_inputs)) if self._in_pairs else 1
+
     def _pack(self, weight: Tensor) -> int:
+        if self._in_pairs:
+            return self._keep(pack_pairs(weight))
         if self.weight_dtype == torch.int8:
             return self._keep(pack_int8(weight))
         return self._keep(pack(weight, self.weight_dtype))

@@ -19,10 +19,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How a CPU's compiled kernels keep a model; their arithmetic is in float32."""
+    """How a CPU's compiled kernels keep a model; their sums are in float32."""
 
     block_size: int  # tokens of a KV block
     weight_dtype: torch.dtype
+    in_pairs: bool = False  # bfloat16 is multiplied by bfloat16, two at a time
     kv_dtype: torch.dtype
 
 
@@ -60,7 +61,15 @@ def packing_of(
         kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
         if config.quantization == "int8":
             kept = torch.int8
-        return Packing(block_size=config.block_size, weight_dtype=kept, kv_dtype=kv_dtype)
+        from engine.kernels.cpu.pairs import HAS_PAIRS
+
+        return Packing(
+            block_size=config.block_size,
+            weight_dtype=kept,
+            # only where it is asked for: by itself nothing is rounded that the checkpoint is not
+            in_pairs=HAS_PAIRS and kept == torch.bfloat16 and config.dtype == "bfloat16",
+            kv_dtype=kv_dtype,
+        )
     if config.quantization != "none":
         raise ValueError(f"quantization {config.quantization} needs compiled CPU kernels: {reason}")
     if device.type == "cpu" and config.kernels != "reference":

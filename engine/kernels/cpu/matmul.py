@@ -15,7 +15,7 @@ from numba import cfunc, njit
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of, call_function
 from engine.kernels.cpu.quantize import num_groups
 from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile_by_stretches
@@ -47,9 +47,9 @@ ROWS_TOGETHER = 96
 PANELS_BYTES = 384 << 10
 
 
-def stored_as(dtype: torch.dtype) -> Weights:
+def stored_as(dtype: torch.dtype, *, in_pairs: bool = False) -> Weights:
     """Compiles the function if it is not on disk."""
-    kind = KINDS[dtype]
+    kind = PAIRS if in_pairs else KINDS[dtype]
     return Weights(kind, address_of(_product_function(kind)))
 
 
@@ -79,6 +79,8 @@ def panel_bytes(num_inputs, kind):
     """From one panel of a weight to the next."""
     if kind == INT8:
         return num_groups(num_inputs) * GROUP_BYTES
+    if kind == PAIRS:
+        return PANEL * 2 * (num_inputs + num_inputs % 2)
     return PANEL * num_inputs * (4 if kind == FLOAT32 else 2)
 
 
@@ -99,7 +101,11 @@ def _product_function(kind: int) -> CFunc:
         its own.
         """
         num_tiles = max(-(-num_rows // MAX_ROWS), 1)
-        steps = num_groups(k) * (GROUP // SIDE_BY_SIDE) if kind == INT8 else k
+        steps = k
+        if kind == INT8:
+            steps = num_groups(k) * (GROUP // SIDE_BY_SIDE)
+        elif kind == PAIRS:
+            steps = (k + 1) // 2
         pace = -(-size // (num_tiles * steps))
         if num_tiles == 1:
             following, following_apart = panel + LINES_AHEAD, apart
@@ -119,7 +125,7 @@ def _product_function(kind: int) -> CFunc:
             else:
                 tile_by_stretches(
                     left, ldx, panel, apart, PANEL, made, ldy, begin, start_apart, lds, ahead,
-                    following_apart, pace, k, rows, num_panels, kind,
+                    following_apart, pace, steps, rows, num_panels, kind,
                 )  # fmt: skip
         return 0
 

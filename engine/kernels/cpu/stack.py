@@ -10,10 +10,11 @@ import numpy as np
 from numba import njit
 
 from engine.kernels.cpu.attention import Scores, attend
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PAIRS, PANEL
 from engine.kernels.cpu.kv_blocks import store_token
 from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes
 from engine.kernels.cpu.norms import norm_row
+from engine.kernels.cpu.pairs import pair_row
 from engine.kernels.cpu.quantize import quantize_row, weight_at
 from engine.kernels.cpu.vectors import load_number
 from engine.kernels.cpu.workers import share, wait_for_all
@@ -61,7 +62,7 @@ class Buffers(NamedTuple):
     heads: np.ndarray  # [T, H + 2 × H_kv, D] queries, keys, values
     attended: np.ndarray  # [T, H, D]
     gated: np.ndarray  # [T, intermediate], rows further apart
-    quantized: np.ndarray  # [T, quantized_words(largest input)], of weights in 8 bits only
+    quantized: np.ndarray  # [T, quantized_words(largest input)], where inputs are rounded
     tiles: np.ndarray  # [num_workers, ROWS_TOGETHER, 2, 16] gate and up of one panel
     flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
     flat_attended: np.ndarray  # attended again, [T, H × D]
@@ -105,9 +106,21 @@ def embed_token(token_id, table, out, size, kind):
     elif kind == BFLOAT16:
         for i in range(size):
             out[i] = load_number(panel + (i * PANEL + lane) * 2, 2)
+    elif kind == PAIRS:
+        for i in range(size):
+            out[i] = load_number(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2, 2)
     else:
         for i in range(size):
             out[i] = weight_at(panel, lane, i)
+
+
+@njit(nogil=True, cache=True)
+def round_row(x, size, out, kind):
+    """What weights of this kind are multiplied by, where that is not float32."""
+    if kind == INT8:
+        quantize_row(x, size, out)
+    elif kind == PAIRS:
+        pair_row(x, size, out)
 
 
 @njit(nogil=True, cache=True)
@@ -116,18 +129,18 @@ def norm_share(weight, buffers, num_rows, shape, crew):
     low, high = share(num_rows, crew)
     for t in range(low, high):
         norm_row(buffers.residual[t], weight, shape.eps, buffers.hidden[t], shape.hidden_size)
-        if shape.weights.kind == INT8:
-            quantize_row(buffers.hidden[t], shape.hidden_size, buffers.quantized[t])
+        round_row(buffers.hidden[t], shape.hidden_size, buffers.quantized[t], shape.weights.kind)
 
 
 @njit(nogil=True, cache=True)
 def left_side(rows, num_rows, buffers, shape, crew, phase):
     """What weights of this kind are multiplied by: the rows, or integers; and the next phase."""
-    if shape.weights.kind != INT8:
+    kind = shape.weights.kind
+    if kind not in (INT8, PAIRS):
         return rows, phase
     low, high = share(num_rows, crew)
     for t in range(low, high):
-        quantize_row(rows[t], rows.shape[1], buffers.quantized[t])
+        round_row(rows[t], rows.shape[1], buffers.quantized[t], kind)
     wait_for_all(crew, phase)
     return buffers.quantized, phase + 1
 
@@ -135,7 +148,8 @@ def left_side(rows, num_rows, buffers, shape, crew, phase):
 @njit(nogil=True, cache=True)
 def normed(buffers, shape):
     """What `norm_share` has made."""
-    return buffers.quantized if shape.weights.kind == INT8 else buffers.hidden
+    kind = shape.weights.kind
+    return buffers.quantized if kind in (INT8, PAIRS) else buffers.hidden
 
 
 @njit(nogil=True, cache=True)

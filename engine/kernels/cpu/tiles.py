@@ -18,6 +18,7 @@ from engine.kernels.cpu.emit import (
     I64,
     ITEM_BYTES,
     NUM_VECTORS,
+    PAIRS,
     PANEL,
     VECTOR_BYTES,
     WIDTH,
@@ -32,6 +33,7 @@ from engine.kernels.cpu.emit import (
     store,
     zeros,
 )
+from engine.kernels.cpu.pairs import add_products, load_pair, load_pairs
 
 MAX_ROWS = 6 if WIDTH == 8 else 12
 MAX_PANELS = 1 if WIDTH == 8 else 2  # of a tile of so many rows
@@ -160,12 +162,19 @@ def _sum_up(
 
     def columns_at(row: Any) -> list[Any]:
         offsets = [I64(part * WIDTH * ITEM_BYTES[stored]) for part in range(NUM_VECTORS)]
-        return [load(build, build.add(row, offset), stored) for offset in offsets]
+        at = [build.add(row, offset) for offset in offsets]
+        return [
+            load_pairs(build, each) if stored == PAIRS else load(build, each, stored) for each in at
+        ]
 
     def number_at(address: Any) -> Any:
+        if stored == PAIRS:
+            return load_pair(build, address)
         return splat(build, load_one(build, address))
 
     def add(total: Any, number: Any, column: Any) -> Any:
+        if stored == PAIRS:
+            return add_products(build, total, number, column)
         return fma(build, number, column, total)
 
     return sum_up(build, left, step, pace, k, state, num_panels, (columns_at, number_at, add))

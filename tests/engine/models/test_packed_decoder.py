@@ -86,12 +86,10 @@ def in_8_bits(x, part, scale_dtype):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, quantization, kv_cache_dtype):
+@pytest.mark.parametrize("kept", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, kept, kv_cache_dtype):
     folder, _ = checkpoint
-    runner = a_runner(
-        folder, block_size=16, quantization=quantization, kv_cache_dtype=kv_cache_dtype
-    )
+    runner = a_runner(folder, block_size=16, kv_cache_dtype=kv_cache_dtype, **kept)
     texts = prompts(7)
     alone = [logits_alone(runner, text) for text in texts]
     draw = random.Random(7)

@@ -1,0 +1,69 @@
+"""Products of bfloat16 numbers by pairs, against float64 of the rounded numbers."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels.cpu.matmul import multiply, stored_as
+from engine.kernels.cpu.pairs import HAS_PAIRS, pack_pairs, pair_row, pair_words
+from engine.kernels.cpu.workers import Crew
+
+pytestmark = pytest.mark.skipif(not HAS_PAIRS, reason="needs AVX512-BF16")
+NO_MEETING = np.zeros(8, np.int64)
+
+
+def rounded(x):
+    made = np.full((len(x), pair_words(x.shape[1])), np.nan, np.float32)
+    for row, out in zip(x.numpy(), made, strict=True):
+        pair_row(row, x.shape[1], out)
+    return made
+
+
+def product(x, weight, out, *, bias=None, added=False):
+    packed, left = pack_pairs(weight), rounded(x)
+    for worker in range(2):
+        multiply(
+            left, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.numpy(), added,
+            len(x), x.shape[1], stored_as(torch.bfloat16, in_pairs=True),
+            Crew(worker, 2, NO_MEETING),
+        )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2, 15, 16, 17, 90, 577, 1536])
+@pytest.mark.parametrize("num_rows", [1, 2, 11, 12, 13, 109])
+def test_products_are_those_of_the_rounded_numbers(num_rows, num_inputs):
+    seed = int(torch.seed())
+    print("seed", seed)  # noqa: T201
+    torch.manual_seed(seed)
+    weight, x = torch.randn(48, num_inputs), torch.randn(num_rows, num_inputs)
+    bias, before = torch.randn(48), torch.randn(num_rows, 48)
+    terms = x.bfloat16().double()[:, None] * weight.bfloat16().double()
+    bound = 2e-6 * terms.abs().sum(2) + 1e-6
+    for added in (False, True):
+        found = product(x, weight, before.clone(), bias=bias, added=added).double()
+        expected = terms.sum(2) + bias.double() + added * before.double()
+        assert ((found - expected).abs() <= bound).all()
+    whole = product(x, weight, torch.empty(num_rows, 48))
+    for row in {0, num_rows // 2, num_rows - 1}:
+        alone = product(x[row : row + 1], weight, torch.empty(1, 48))
+        assert torch.equal(alone[0], whole[row])
+
+
+def test_rounding_is_to_the_nearest_and_a_nan_stays_one():
+    bits = torch.randint(0, 2**32, (64, 33), dtype=torch.int64).to(torch.int32)
+    bits[0, :6] = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800001, -1, 0x7F800000])
+    x = bits.view(torch.float32)
+    made = torch.from_numpy(rounded(x)).view(torch.bfloat16)[:, :33]
+    expected = x.bfloat16()
+    nan = x.isnan()
+    assert made[nan].isnan().all()
+    assert torch.equal(made[~nan], expected[~nan])
+
+
+def test_what_is_no_number_shows():
+    x = torch.randn(2, 20)
+    x[0, 7] = torch.nan
+    out = product(x, torch.randn(16, 20), torch.zeros(2, 16))
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
