@@ -76,8 +76,8 @@ class Settings:
     dtype: str = _setting(
         "auto",
         "Type in which weights and KV cache are kept; auto is the checkpoint's own, but float32 "
-        "for a CPU's KV cache. A CPU computes in float32; asked for bfloat16, one that multiplies it "
-        "(AVX512-BF16) rounds what weights are multiplied by, too.",
+        "for a CPU's KV cache. A CPU computes in float32; asked for bfloat16, one that multiplies "
+        "it (AVX512-BF16) rounds what weights are multiplied by, too.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = _setting(

@@ -30,7 +30,7 @@ from engine.kernels.memory import allocate
 HAS_PAIRS = WIDTH == 16 and "avx512bf16" in FEATURES
 
 
-class _BFloatType(ir.types._BaseFloatType):
+class _BFloatType(ir.types._BaseFloatType):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite lacks."""
 
     null = "0.0"
