@@ -124,14 +124,16 @@ class Settings:
         None, "CPU threads of the engine; unset: PyTorch's choice.", low=1, high=4096
     )
     lease_s: float = _setting(
-        30.0, "A worker silent this long loses its jobs.", unit="seconds", low=1, high=3600
-    )
+        30.0, "A worker silent this long loses its jobs. It beats however long a step lasts, up to "
+        "TOKENMILL_STALL_S.", unit="seconds", low=1, high=3600,
+    )  # fmt: skip
     beat_s: float = _setting(
         5.0, "How often a worker extends its lease, at most a third of it; unset: a sixth of it or "
         "5 seconds, the shorter.", unit="seconds", low=0.05, high=1200,
     )  # fmt: skip
     stall_s: float = _setting(
-        60.0, "An engine with work and no finished step for this long is replaced.",
+        60.0, "An engine with work and no finished step for this long is replaced, the one reason "
+        "not to beat; it may be longer than the lease, and must be longer than the longest step.",
         unit="seconds", low=1, high=86_400,
     )  # fmt: skip
     ledger_window_ms: int = _setting(

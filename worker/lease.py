@@ -1,9 +1,10 @@
 """A worker's sign of life: one UPDATE of its own row every few seconds, by the database's clock.
 
-It beats only while the engine is idle or its step counter moves, so an engine that hangs loses its
-lease by itself: health comes from progress, not from a thread that happens to run. The beat's
-answer names the jobs that are ours no more; a hint over Redis that a job was cancelled brings the
-beat forward, and the row decides as always.
+It beats through a step of any length that is no stall: the watchdog knows, and replaces an engine
+that is stuck. Only one that cannot be ended keeps the beat back, and its jobs go to others. A beat
+that comes late renews whatever nobody has taken meanwhile, by the fence. Its answer names the jobs
+that are ours no more; a hint over Redis that a job was cancelled brings the beat forward, and the
+row decides as always.
 """
 
 import logging
@@ -23,30 +24,8 @@ from worker.guard import start_thread
 
 STOP_S = 5.0
 HINT_WAIT_S = 1.0
-TICK_S = 0.2  # how late a time limit may be noticed
 
 logger = logging.getLogger(__name__)
-
-
-class Progress:
-    """Whether the engine gets on with its work, by its step counter and a clock that is given."""
-
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
-        self._seen: tuple[int, int] | None = None  # (process, steps) when last looked
-        self._moved_at = 0.0
-
-    def look(self, *, restarts: int, steps: int, busy: bool, now: float) -> None:
-        if not busy or (restarts, steps) != self._seen:
-            self._seen = (restarts, steps)
-            self._moved_at = now
-
-    def moving(self, *, now: float, within_s: float) -> bool:
-        """It stepped within this time, or had nothing to do."""
-        return now - self._moved_at < within_s
-
-    def stalled(self, *, now: float) -> bool:
-        return now - self._moved_at >= self._stall_s
 
 
 class LeaseKeeper:
@@ -62,7 +41,7 @@ class LeaseKeeper:
         cancelled: Subscription,
         beat_s: float,
         lease_s: float,
-        stall_s: float,
+        stalled: Callable[[], bool],  # the engine, which then is not worth a beat
     ) -> None:
         self._database = database
         self._info = info
@@ -71,8 +50,7 @@ class LeaseKeeper:
         self._cancelled = cancelled
         self._beat_s = beat_s
         self._lease_s = lease_s
-        self._stall_s = stall_s
-        self._progress = Progress(stall_s)
+        self._stalled = stalled
         self._news = threading.Event()  # a hint came, or the worker stops
         self._stopping = threading.Event()
         self._away = False  # the database, as far as the log knows
@@ -100,33 +78,13 @@ class LeaseKeeper:
             self._try(self._unregister)
 
     def _run(self) -> None:
-        beat_due = time.monotonic() + self._beat_s
         while not self._stopping.is_set():
-            hinted = self._news.wait(TICK_S)
+            self._news.wait(self._beat_s)
             self._news.clear()
-            now = time.monotonic()
-            self._dispatcher.check_time()
-            self._watch(now)
-            if hinted or now >= beat_due:
-                self._beat_if_moving(now)
-                beat_due = time.monotonic() + self._beat_s
-
-    def _beat_if_moving(self, now: float) -> None:
-        if self._progress.moving(now=now, within_s=max(self._beat_s, self._lease_s / 3)):
-            self._try(self._beat)
-        else:
-            logger.warning("no beat: the engine has work and does not step")
-
-    def _watch(self, now: float) -> None:
-        self._progress.look(
-            restarts=self._engine.num_restarts,
-            steps=self._engine.num_steps,
-            busy=self._dispatcher.engine_busy,
-            now=now,
-        )
-        if self._progress.stalled(now=now):
-            logger.error("engine stalled for %g s, replaced", self._stall_s)
-            self._engine.kill()
+            if self._stalled():
+                logger.warning("no beat: the engine is stuck")
+            else:
+                self._try(self._beat)
 
     def _listen(self) -> None:
         while not self._stopping.is_set():

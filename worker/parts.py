@@ -26,6 +26,7 @@ from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.lease import LeaseKeeper
 from worker.ledger import Ledger
 from worker.progress import Progress
+from worker.watchdog import Watchdog
 
 HINT_PAUSE_S = 5.0  # after one that Redis did not take
 
@@ -78,6 +79,9 @@ class Parts:
             max_jobs=max_jobs,
             max_crashes=settings.max_crashes,
         )
+        self._watchdog = Watchdog(
+            dispatcher=self.dispatcher, engine=self.engine, stall_s=settings.stall_s
+        )
 
     def start(self, poll: Callable[[], None]) -> None:
         """Load the model, then open the lease; `poll` runs meanwhile and may raise.
@@ -110,7 +114,7 @@ class Parts:
             cancelled=self._cancelled,
             beat_s=self._settings.beat_s,
             lease_s=self._settings.lease_s,
-            stall_s=self._settings.stall_s,
+            stalled=lambda: self._watchdog.stalled,
         )
         try:
             self._lease.start(poll)
@@ -121,9 +125,11 @@ class Parts:
             raise StartError(str(error)) from error
         self.ledger.start()
         self.dispatcher.start()
+        self._watchdog.start()
 
     def stop(self) -> None:
         """Whatever is still held is left to the lease, which ends now."""
+        self._watchdog.stop()
         self.engine.stop()
         self.ledger.stop()
         if self._lease is not None:

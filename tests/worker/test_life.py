@@ -157,6 +157,21 @@ def test_a_lone_worker_that_slept_past_its_lease_takes_its_jobs_up_again_once(st
     assert worker.log_text().count("succeeded: ") == 3
 
 
+def test_a_step_that_is_longer_than_the_lease_costs_no_attempt(start):
+    deployment = start(lease_s="1.5", beat_s="0.25")
+    worker = deployment.start_worker()
+    [job_id] = deployment.submit(completion(LONG, max_attempts=1))
+    deployment.running(job_id)
+    engine_pid = deployment.engine_pid(worker)
+    os.kill(engine_pid, signal.SIGSTOP)
+    time.sleep(4.5)  # three leases; the sweeper looks ten times a second
+    assert deployment.get(job_id).state == JobState.RUNNING
+    os.kill(engine_pid, signal.SIGCONT)
+    [row] = deployment.ended(job_id)
+    assert (row.state, row.attempt, row.wasted_tokens) == (JobState.SUCCEEDED, 1, 0)
+    assert deployment.engine_pid(worker) == engine_pid
+
+
 def test_an_engine_that_stops_stepping_is_replaced(start):
     deployment = start(stall_s="2")
     worker = deployment.start_worker()
