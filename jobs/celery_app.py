@@ -5,6 +5,8 @@ acknowledged as soon as the claim has committed, no result is kept in Redis, and
 by Celery. Each setting that departs from Celery's default says which accident it prevents.
 """
 
+import hashlib
+import re
 from typing import Any
 
 from celery import Celery
@@ -17,6 +19,8 @@ DEFAULT_QUEUE = "tokenmill"  # every worker listens to it, whatever its model
 RUN_TASK = "tokenmill.run"  # args [job id]; the task's id is the job's
 GENERATE_TASK = "tokenmill.generate"  # kwargs are one job as POST /v1/jobs takes it
 
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
 
 class WrongPool(RuntimeError):
     """A task of ours was executed by a pool that is not the engine's."""
@@ -28,8 +32,14 @@ def queue_for(model: str) -> str:
 
 
 def job_id_of(task_id: str) -> str:
-    """The job behind a message: a generate task's id is a UUID, a run task's is the job's own."""
-    return task_id if task_id.startswith("job_") else "job_" + task_id.replace("-", "")
+    """The job that a generate task's id names: another one for each id, whatever is in it.
+
+    A UUID, as Celery makes them, is kept without its dashes. Any other text may have characters
+    that no row's id has, or too many of them: of it come 48 hex digits, which are nobody else's.
+    """
+    if _UUID.fullmatch(task_id):
+        return "job_" + task_id.replace("-", "")
+    return "job_" + hashlib.sha256(task_id.encode(errors="surrogatepass")).hexdigest()[:48]
 
 
 def make_app(settings: Settings) -> Celery:

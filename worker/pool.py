@@ -7,8 +7,9 @@ function is never called.
 
 Which of Celery's internals this stands on, and since when each is as it is: `BasePool`'s hooks and
 the keywords of `on_apply` (2.x), the callbacks' arguments (4.x), the request dict in `args[2]`
-(4.0), `worker_disable_prefetch` asking `num_processes` before every BRPOP (5.6), the hub's waker
-(kombu 5.7). tests/worker/test_celery_contract.py holds each of them.
+(4.0), the request whose methods the callbacks are (4.0), `worker_disable_prefetch` asking
+`num_processes` before every BRPOP (5.6), the hub's waker (kombu 5.7).
+tests/worker/test_celery_contract.py holds each of them.
 """
 
 import functools
@@ -31,6 +32,8 @@ from celery.worker import state
 from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
 from jobs.settings import ModelEntry, Settings
 from worker.delivery import CeleryCallbacks, Delivery, Ending
+from worker.generation import Refusal
+from worker.headers import refusal_of
 from worker.parts import Parts, StartError
 from worker.progress import Progress
 from worker.sent_job import SentJob, read_sent_job
@@ -144,13 +147,19 @@ class EnginePool(BasePool):
             return self._others.submit(
                 apply_target,
                 *(target, args, kwargs),
-                callback=self._in_hub(callback),
-                accept_callback=self._in_hub(accept_callback),
+                callback=self._in_hub(self._contained(callback)),
+                accept_callback=self._in_hub(self._contained(accept_callback)),
             )
+        embed = _embed(accept_callback)
+        refusal = refusal_of(request, embed)
+        if isinstance(embed, dict):
+            embed.clear()  # Celery would call tasks that a message names when its own has failed
         delivery = Delivery(
             _job_id(task_name, task_id, request.get("args")),
             CeleryCallbacks(
-                accept=accept_callback, end=callback, time_out=timeout_callback or _nothing
+                accept=self._contained(accept_callback),
+                end=self._contained(callback),
+                time_out=self._contained(timeout_callback or _nothing),
             ),
             soft_limit_s=_limit_s(soft_timeout),
             hard_limit_s=_limit_s(timeout),
@@ -164,14 +173,15 @@ class EnginePool(BasePool):
         if task_name == RUN_TASK:
             self._parts.dispatcher.receive_id(delivery)
         else:
-            sent = self._sent(delivery.job_id, request["kwargs"])
+            sent = self._sent(delivery.job_id, request["kwargs"], refusal)
             self._parts.dispatcher.receive_job(delivery, sent)
         return delivery
 
-    def _sent(self, job_id: str, kwargs: object) -> SentJob:
+    def _sent(self, job_id: str, kwargs: object, refusal: Refusal | None = None) -> SentJob:
         return read_sent_job(
             job_id,
             kwargs,
+            refusal=refusal,
             max_attempts=self.settings.max_attempts,
             max_bytes=self.settings.max_job_bytes,
             served=frozenset(model.name for model in self.settings.models),
@@ -196,6 +206,25 @@ class EnginePool(BasePool):
                 self._parts.dispatcher.cancel(job_id, sent)
 
     # -- Celery's thread
+
+    def _contained(self, callback: Callable[..., Any]) -> Callable[..., None]:
+        """A callback of Celery's that costs nobody but its own message when it raises."""
+
+        def call(*args: Any) -> None:
+            try:
+                callback(*args)
+            except self._broker_errors:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is this message's)
+                request = getattr(callback, "__self__", None)
+                logger.warning(
+                    "message rejected, Celery cannot work with it: task=%s fault=%s",
+                    *(_shown(getattr(request, "id", None)), type(error).__name__),
+                )
+                if request is not None:
+                    request.reject(requeue=False)  # unless it has been acknowledged
+
+        return call
 
     def _call_in_hub(self, call: Callable[[], Any]) -> None:
         """Run it on the event loop, in the order asked; while there is no connection, later."""
@@ -275,9 +304,18 @@ def pool_for(settings: Settings, model: ModelEntry, progress: Progress) -> type[
 
 def _job_id(task_name: str, task_id: object, args: object) -> str:
     """The job a message is about; "" when it does not say. Anyone may write to Redis."""
+    named = task_id
     if task_name == RUN_TASK and isinstance(args, list | tuple) and args:
-        return args[0] if isinstance(args[0], str) else ""
-    return job_id_of(task_id) if isinstance(task_id, str) else ""
+        named = args[0]
+    if not isinstance(named, str):
+        return ""
+    return named if task_name == RUN_TASK else job_id_of(named)
+
+
+def _embed(callback: Callable[..., Any]) -> object:
+    """The third part of a message's payload: what is to be called when its task ends."""
+    payload = getattr(callback, "__self__")._payload  # noqa: B009 (of a bound method, untyped)
+    return payload[2] if isinstance(payload, list | tuple) else payload
 
 
 def _limit_s(limit: object) -> float | None:

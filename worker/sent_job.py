@@ -42,9 +42,15 @@ class SentJob:
 
 
 def read_sent_job(
-    job_id: str, kwargs: object, *, max_attempts: int, max_bytes: int, served: Collection[str]
+    job_id: str,
+    kwargs: object,
+    *,
+    max_attempts: int,
+    max_bytes: int,
+    served: Collection[str],  # the deployment's models
+    refusal: Refusal | None = None,  # for what stands around the job in its message
 ) -> SentJob:
-    """Never raises: what is wrong is in the refusal. `served` are the deployment's models."""
+    """Never raises: what is wrong is in the refusal."""
     try:
         sent = msgspec.convert(_strict(kwargs, max_bytes), _Job)
         model = sent.body.get("model")
@@ -63,9 +69,9 @@ def read_sent_job(
             metadata=sent.metadata or {},
         )
     except ValueError as error:  # msgspec's, strict_json's and NewJob's own are ValueErrors
-        refusal = Refusal(ErrorCode.INVALID_REQUEST, str(error), param=_param(error))
+        refusal = refusal or Refusal(ErrorCode.INVALID_REQUEST, str(error), param=_param(error))
         return SentJob(new_job=_what_can_stand(job_id, kwargs), refusal=refusal)
-    return SentJob(new_job=new_job, refusal=None)
+    return SentJob(new_job=new_job, refusal=refusal)
 
 
 def _param(error: ValueError) -> str | None:

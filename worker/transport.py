@@ -3,7 +3,8 @@
 As kombu and Celery have it, an element of the list that they cannot read (not JSON, headers of
 other types than Celery's, time limits that are no pair) raises in the worker's event loop: the
 worker ends, the element goes back into the list, and the next worker ends too. Here one element's
-fault costs that element alone: it is logged without its content, counted, and not restored.
+fault costs that element alone: it is logged without its content, counted, and not restored. Where
+only a header of a job is wrong, the job becomes a row that says so (worker/headers.py).
 """
 
 import logging
@@ -12,6 +13,8 @@ from typing import Any
 
 from kombu.transport import redis, virtual
 from redis import DataError, RedisError
+
+from worker.headers import tidy
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +66,22 @@ class Transport(redis.Transport):
 
     def _deliver(self, message: Any, queue: str | None) -> None:
         try:
+            tidy(message)
             super()._deliver(message, queue)
         except DataError as error:  # a value of the element's that Redis has no type for
-            self.drop(error)
+            self.drop(error, message)
         except (OSError, RedisError):
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this element's)
-            self.drop(error)
+            self.drop(error, message)
             self._forget(message)
 
-    def drop(self, error: Exception) -> None:
+    def drop(self, error: Exception, message: object = None) -> None:
         self.num_dropped += 1
         place = traceback.extract_tb(error.__traceback__)[-1].name
         logger.warning(
-            "element of a queue dropped, it is no message: fault=%s in %s",
+            "element of a queue dropped, it is no message: task=%s fault=%s in %s",
+            _task_id(message),
             type(error).__name__,
             place,
         )
@@ -91,3 +96,9 @@ class Transport(redis.Transport):
 
 def _is_object(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("properties", {}), dict)
+
+
+def _task_id(message: Any) -> str:
+    """As its sender knows it."""
+    headers = message.get("headers") if isinstance(message, dict) else None
+    return repr(headers.get("id") if isinstance(headers, dict) else None)[:80]

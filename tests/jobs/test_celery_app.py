@@ -1,11 +1,15 @@
 """The Celery application: settings that prevent accidents, and what a worker sees of a message."""
 
+import hashlib
+import re
 import socket
 import tempfile
 
 import pytest
 import redis
 from celery.app.defaults import NAMESPACES
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cli.servers import Valkey
 from jobs.celery_app import (
@@ -18,8 +22,10 @@ from jobs.celery_app import (
     queue_for,
     quick_connection,
 )
+from jobs.records import new_job_id, storable
 from jobs.redis_client import broker_url, client_url, connect
 from jobs.settings import ModelEntry, Settings
+from tests.conftest import REPOSITORY
 
 MODELS = (ModelEntry(name="tiny", path="/x"), ModelEntry(name="org/big", path="/y"))
 
@@ -68,11 +74,47 @@ def test_tasks_refuse_any_pool_but_the_engines(app):
             app.tasks[name]("job_1")
 
 
+UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
+TASK_IDS = (
+    UUID, UUID.replace("-", ""), UUID.upper(), "job_" + UUID.replace("-", ""), "job_01abc",
+    "row-1-23", "row-12-3", "row123", "job_row123", "2026-1-11", "2026-11-1", "row:17", "row.17",
+    "a/b", "ключ", "a b", " ", "", "-", "--", "-----", "x" * 60, "x" * 61, "x" * 10_000, "17",
+    "\0", "\ud800", "\n", "job_'; DROP TABLE jobs",
+)  # fmt: skip
+
+
 def test_a_messages_job_is_known_from_its_task_id():
-    assert job_id_of("job_01abc") == "job_01abc"
-    assert job_id_of("0f8fad5b-d9cb-469f-a165-70867728950e") == (
-        "job_0f8fad5bd9cb469fa16570867728950e"
-    )
+    assert job_id_of(UUID) == "job_0f8fad5bd9cb469fa16570867728950e"
+    assert job_id_of("row:17") == "job_" + hashlib.sha256(b"row:17").hexdigest()[:48]
+
+
+def test_the_page_on_rows_tells_clients_the_same():
+    page = (REPOSITORY / "docs" / "sql.md").read_text()
+    [example] = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    names: dict = {}
+    exec(example, names)
+    for task_id in TASK_IDS:
+        if storable(task_id.replace("\0", "")):  # no client can send a lone surrogate as UTF-8
+            assert names["job_id"](task_id) == job_id_of(task_id), task_id
+
+
+def test_every_task_id_has_a_job_of_its_own_whatever_is_in_it():
+    ids = [job_id_of(task_id) for task_id in TASK_IDS]
+    assert len(set(ids)) == len(TASK_IDS)
+    assert all(re.fullmatch(r"job_[0-9a-f]{32}([0-9a-f]{16})?", job_id) for job_id in ids)
+    assert new_job_id() not in ids
+
+
+@given(st.text(st.characters(), max_size=70), st.text(st.characters(), max_size=70))
+def test_two_task_ids_never_name_one_job(one, other):
+    assert (job_id_of(one) == job_id_of(other)) == (one == other)
+
+
+@given(st.uuids(), st.integers(0, 36))
+def test_no_other_way_to_write_a_uuid_names_its_job(uuid, at):
+    text = str(uuid)
+    for other in (uuid.hex, text.upper(), f"job_{uuid.hex}", text[:at] + "-" + text[at:]):
+        assert (job_id_of(other) == job_id_of(text)) == (other == text)
 
 
 def test_making_an_app_connects_to_nothing_and_leaves_no_trace_in_the_process():

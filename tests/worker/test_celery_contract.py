@@ -211,6 +211,21 @@ def test_a_message_tells_its_task_its_id_its_arguments_and_its_limits(bench):
     assert set(applied.options) >= {"callback", "accept_callback", "timeout_callback"}
 
 
+def test_the_callbacks_are_methods_of_a_request_that_can_be_rejected(bench):
+    link = bench.app.signature("some.task")
+    bench.send(1, link=link, link_error=link)
+    [applied] = bench.take()
+    request = applied.options["accept_callback"].__self__
+    assert request is applied.options["callback"].__self__
+    assert request is applied.options["timeout_callback"].__self__
+    embed = request._payload[2]
+    assert [each["task"] for each in embed["callbacks"] + embed["errbacks"]] == ["some.task"] * 2
+    embed.clear()
+    assert (request.errbacks, request.chord, request._context.errbacks) == (None, None, None)
+    bench.in_loop(lambda: request.reject(requeue=False))
+    bench.until(lambda: bench.unacknowledged() == bench.waiting() == 0)
+
+
 def test_a_message_is_acknowledged_when_it_is_accepted_not_before(bench):
     bench.send()
     [applied] = bench.take()

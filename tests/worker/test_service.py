@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import functools
 import json
 import time
 import uuid
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from sqlalchemy import select
 
-from jobs.celery_app import DEFAULT_QUEUE, GENERATE_TASK, RUN_TASK, queue_for
+from jobs.celery_app import DEFAULT_QUEUE, GENERATE_TASK, RUN_TASK, job_id_of, queue_for
 from jobs.lifecycle import JobState
+from jobs.models import jobs as jobs_table
 from jobs.redis_client import connect
 from tests.worker.deployment import MODEL, Deployment, completion
+from worker.pool import EnginePool
 
 
 @pytest.fixture
@@ -152,13 +156,29 @@ JUNK = (
     b'{"body": "e30=", "properties": {}, "headers": null}',
 )  # fmt: skip
 ODD_HEADERS = (
-    {"task": {"x": 1}}, {"task": ["a"]}, {"task": None}, {"task": 5}, {"task": "nobody.knows"},
-    {"id": {"x": 1}}, {"id": []}, {"id": None}, {"id": 7},
+    {"task": {"x": 1}},
+    {"task": ["a"]},
+    {"task": None},
+    {"task": 5},
+    {"task": "nobody.knows"},
+)
+# a job sent with one of these becomes a failed row, which names the header
+FAULTY_HEADERS = (
+    {"id": {"x": 1}}, {"id": []}, {"id": None}, {"id": ""}, {"id": 7}, {"id": True}, {"id": 1.5},
     {"timelimit": 5}, {"timelimit": []}, {"timelimit": {}}, {"timelimit": "ab"},
-    {"eta": 5}, {"eta": []}, {"expires": {}},
-    {"expires": "0001-01-01T00:00:00"}, {"group": [1]}, {"chord": 5}, {"retries": "many"},
-    {"shadow": {}}, {"argsrepr": []}, {"kwargsrepr": 3}, {"root_id": []}, {"parent_id": {}},
-    {"ignore_result": "yes"}, {"origin": {}}, {"stamped_headers": 5}, {"stamps": []}, {"lang": {}},
+    {"timelimit": [1, 2, 3]}, {"eta": 5}, {"eta": []}, {"eta": "soon"}, {"expires": {}},
+    {"eta": "9999-12-31T23:59:59"}, {"expires": 1e400}, {"expires": "never"},
+    {"expires": "0001-01-01T00:00:00"}, {"group": [1]}, {"group_index": "x"}, {"retries": "many"},
+    {"retries": [1]}, {"shadow": {}}, {"shadow": ["x"]}, {"shadow": 5}, {"argsrepr": []},
+    {"kwargsrepr": 3}, {"root_id": []}, {"parent_id": {}}, {"origin": {}}, {"stamped_headers": 5},
+    {"stamped_headers": [["a"]]}, {"stamps": []}, {"lang": {}}, {"meth": 5},
+    {"replaced_task_nesting": []},
+)  # fmt: skip
+# these are nothing that anybody looks at
+IDLE_HEADERS = (
+    {"ignore_result": "yes"}, {"chord": 5}, {"callbacks": 5}, {"tokenmill_fault": "none"},
+    {"shadow": "other"}, {"retries": 3}, {"timelimit": [None, ["x"]]}, {"properties": 5},
+    {"eta": "2020-01-01T00:00:00"}, {"hostname": {}}, {"args": 5},
 )  # fmt: skip
 ODD_PROPERTIES = (
     {"delivery_tag": {"x": 1}}, {"delivery_tag": None}, {"delivery_tag": 5},
@@ -166,33 +186,44 @@ ODD_PROPERTIES = (
     {"delivery_info": []}, {"priority": "high"}, {"reply_to": {}}, {"correlation_id": []},
     {"body_encoding": "rot13"}, {"body_encoding": {}},
 )  # fmt: skip
-ODD_BODIES = (
-    b"", b"[]", b"{}", b"[[], {}]", b"[[], {}, {}, {}]", b'["a", "b", "c"]', b"[5, 5, 5]",
-    b'[{}, [], {"chord": 5, "callbacks": 5, "errbacks": [5]}]', b"\xff", b"null",
+# no arguments at all: of these nothing but a line in the log can be made
+ODD_BODIES = (b"", b"[]", b"{}", b"[[], {}]", b"[[], {}, {}, {}]", b"\xff", b"null")
+# arguments that are no job: failed rows
+FAULTY_BODIES = (
+    b'["a", "b", "c"]', b"[5, 5, 5]", b"[[], {}, 5]", b'{"a": 1, "b": 2, "c": 3}',
+    b'[{}, [], {"chord": 5, "callbacks": 5, "errbacks": [5]}]',
 )  # fmt: skip
 
 
+def message(queue, tag, task=GENERATE_TASK, headers=None, properties=None, body=b"[[], {}, {}]"):
+    """One of Celery's form, with what is given in it."""
+    usual = {"delivery_tag": tag, "body_encoding": "base64",
+             "delivery_info": {"exchange": "", "routing_key": queue}}  # fmt: skip
+    return json.dumps({
+        "body": base64.b64encode(body).decode(),
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": {"task": task, "id": f"odd-{tag}", "lang": "py"} | (headers or {}),
+        "properties": usual | (properties or {}),
+    })  # fmt: skip
+
+
 def odd_messages(queue):
-    """Messages of Celery's form with one part that is not: a valid one's neighbours in form."""
-
-    def message(tag, headers=None, properties=None, body=b"[[], {}, {}]"):
-        usual = {"delivery_tag": tag, "body_encoding": "base64",
-                 "delivery_info": {"exchange": "", "routing_key": queue}}  # fmt: skip
-        return json.dumps({
-            "body": base64.b64encode(body).decode(),
-            "content-type": "application/json",
-            "content-encoding": "utf-8",
-            "headers": {"task": GENERATE_TASK, "id": f"odd-{tag}", "lang": "py"} | (headers or {}),
-            "properties": usual | (properties or {}),
-        })  # fmt: skip
-
+    """Messages with one part that is not Celery's: a valid one's neighbours in form."""
     for task in (GENERATE_TASK, RUN_TASK):
-        for i, headers in enumerate(ODD_HEADERS):
-            yield message(f"{task}-h{i}", headers={"task": task} | headers)
-        for i, body in enumerate(ODD_BODIES):
-            yield message(f"{task}-b{i}", headers={"task": task}, body=body)
+        for i, headers in enumerate((*ODD_HEADERS, *FAULTY_HEADERS, *IDLE_HEADERS)):
+            yield message(queue, f"{queue}-{task}-h{i}", task, headers=headers)
+        for i, body in enumerate((*ODD_BODIES, *FAULTY_BODIES)):
+            yield message(queue, f"{queue}-{task}-b{i}", task, body=body)
     for i, properties in enumerate(ODD_PROPERTIES):
-        yield message(f"p{i}", properties=properties)
+        yield message(queue, f"{queue}-p{i}", properties=properties)
+    # in the first version of Celery's protocol all of it is in the body
+    for i, headers in enumerate((*FAULTY_HEADERS, *IDLE_HEADERS)):
+        if "9999" in str(headers):
+            continue  # there it is a job for then
+        body = {"task": GENERATE_TASK, "id": f"{queue}-1-{i}", "args": [], "kwargs": {}} | headers
+        text = message(queue, f"{queue}-v{i}", body=json.dumps(body).encode())
+        yield json.dumps(json.loads(text) | {"headers": {}})
 
 
 def test_junk_in_the_queues_is_passed_over_and_no_job_is_affected(service, worker):
@@ -209,6 +240,94 @@ def test_junk_in_the_queues_is_passed_over_and_no_job_is_affected(service, worke
     service.wait_for(lambda: service.unacknowledged() == 0)
     assert "WorkerLostError" not in worker.log_text()
     assert "Connection to broker lost" not in worker.log_text()
+
+
+def rows_by_custom_id(service, prefix):
+    query = select(jobs_table.c.id).where(jobs_table.c.custom_id.startswith(prefix))
+    with service.database.read() as connection:
+        found = list(connection.scalars(query))
+    return {row.custom_id: row for row in map(service.get, found)}
+
+
+def test_a_job_whose_message_is_faulty_around_it_becomes_a_failed_row_that_says_so(service, worker):
+    """Whatever the fault, the job itself is in order: its sender asks for it and is told."""
+    sent, mark = {}, uuid.uuid4().hex
+    job = {"url": "/v1/completions", "body": {"model": MODEL, "prompt": "hi", "max_tokens": 3}}
+    with contextlib.closing(connect(service.redis_url)) as redis:
+        for i, headers in enumerate((*FAULTY_HEADERS, *IDLE_HEADERS)):
+            custom_id = f"{mark}-{i}"
+            body = json.dumps([[], job | {"custom_id": custom_id}, {}]).encode()
+            sent[custom_id] = headers
+            text = message(DEFAULT_QUEUE, custom_id, headers=headers, body=body)
+            redis.lpush(f"{service.settings.key_prefix}{DEFAULT_QUEUE}", text)
+    service.wait_for(lambda: len(rows_by_custom_id(service, mark)) == len(sent))
+    service.ended(*(row.id for row in rows_by_custom_id(service, mark).values()))
+    for custom_id, row in rows_by_custom_id(service, mark).items():
+        headers = sent[custom_id]
+        [name] = headers
+        if headers in IDLE_HEADERS:
+            assert row.state == JobState.SUCCEEDED, (headers, row.error)
+        else:
+            assert (row.state, row.error["code"]) == (JobState.FAILED, "invalid_request"), headers
+            assert f"header {name} " in row.error["message"]
+        if name != "id":
+            assert row.id == job_id_of(f"odd-{custom_id}")
+    assert worker.process.poll() is None
+    service.wait_for(lambda: service.unacknowledged() == 0)
+
+
+def test_arguments_that_are_no_job_become_a_failed_row(service, worker):
+    tags = {f"{uuid.uuid4()}": body for body in FAULTY_BODIES}
+    with contextlib.closing(connect(service.redis_url)) as redis:
+        for tag, body in tags.items():
+            redis.lpush(
+                f"{service.settings.key_prefix}{DEFAULT_QUEUE}",
+                message(DEFAULT_QUEUE, tag, body=body),
+            )
+    for row in service.ended(*(job_id_of(f"odd-{tag}") for tag in tags)):
+        assert (row.state, row.error["code"]) == (JobState.FAILED, "invalid_request")
+    service.wait_for(lambda: service.unacknowledged() == 0)
+    assert worker.process.poll() is None
+
+
+@pytest.mark.parametrize("how", ["link", "link_error", "chain", "chord"])
+def test_a_message_that_wants_a_task_called_is_a_failed_row_and_none_is_called(service, how):
+    """The called one would be a job with a row of its own."""
+    job = {"url": "/v1/completions", "body": {"model": MODEL, "prompt": "hi", "max_tokens": 3}}
+    called = service.app.signature(
+        GENERATE_TASK, kwargs=job, task_id=str(uuid.uuid4()), queue=DEFAULT_QUEUE, immutable=True
+    )
+    if how == "chain":
+        first = service.app.signature(GENERATE_TASK, kwargs=job, queue=DEFAULT_QUEUE)
+        task_id = (first | called).apply_async().parent.id
+    else:
+        task_id = service.app.send_task(GENERATE_TASK, kwargs=job, **{how: called}).id
+    [row] = service.ended(job_id_of(task_id))
+    assert (row.state, row.error["code"], row.error["param"]) == ("failed", "invalid_request", how)
+    service.ended(generate(service))  # by then it would have been taken
+    assert service.find(job_id_of(called.options["task_id"])) is None
+
+
+@pytest.mark.parametrize("failing", ["accept", "end"])
+def test_a_callback_of_celerys_that_raises_costs_only_its_message(failing, caplog):
+    rejected = []
+
+    class Request:
+        id = "task-1"
+
+        def callback(self, *_):
+            raise TypeError(failing)
+
+        def reject(self, requeue):
+            rejected.append(requeue)
+
+    pool = EnginePool(app=None)
+    after = []
+    pool._call_in_hub(functools.partial(pool._contained(Request().callback), 1))
+    pool._call_in_hub(lambda: after.append(1))
+    pool._run_for_hub()
+    assert (rejected, after) == ([False], [1])
+    assert "task='task-1' fault=TypeError" in caplog.text
 
 
 @pytest.mark.parametrize("limit", ["x", [1], {}, True, -1, 0])
@@ -250,10 +369,37 @@ def test_a_whole_job_for_another_workers_model_waits_for_that_worker(service):
     service.cancel(job_id)
 
 
+def test_every_task_id_has_a_row_of_its_own(service):
+    task_ids = [
+        "row-1-23", "row-12-3", "2026-1-11", "2026-11-1", "row:17", "a/b", "ключ", "a b", "-----",
+        "x" * 60, "x" * 61, "x" * 5000, "job_abc", "job_'; DROP TABLE jobs", "\0", "\ud800",
+    ]  # fmt: skip
+    mark = uuid.uuid4().hex
+    task_ids = [f"{task_id}{mark}" for task_id in task_ids]
+    for number, task_id in enumerate(task_ids):
+        job = {"url": "/v1/completions", "body": {"model": MODEL, "prompt": "x", "max_tokens": 2},
+               "custom_id": str(number)}  # fmt: skip
+        service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id)
+    rows = service.ended(*map(job_id_of, task_ids))
+    assert [row.custom_id for row in rows] == [str(number) for number in range(len(task_ids))]
+    assert {row.state for row in rows} == {JobState.SUCCEEDED}
+
+
+def test_a_running_job_is_revoked_by_its_task_id_of_any_kind(service):
+    task_id = f"ключ 17/{uuid.uuid4()}"
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 15_000, "ignore_eos": True}
+    job = {"url": "/v1/completions", "body": body}
+    service.app.send_task(GENERATE_TASK, kwargs=job, task_id=task_id)
+    service.running(job_id_of(task_id))
+    service.app.control.revoke(task_id, terminate=True)
+    [row] = service.ended(job_id_of(task_id))
+    assert row.state == JobState.CANCELLED
+    service.wait_for(lambda: engine_idle(service))
+
+
 @pytest.mark.parametrize("task_id", ["\0", "x" * 200, "job_'; DROP TABLE jobs", ""])
-def test_messages_that_name_no_job_are_dropped_and_harm_nobody(service, worker, task_id):
-    for task in (RUN_TASK, GENERATE_TASK):
-        service.app.send_task(task, args=[task_id], task_id=task_id, queue=queue_for(MODEL))
+def test_messages_of_ours_that_name_no_job_are_dropped_and_harm_nobody(service, worker, task_id):
+    service.app.send_task(RUN_TASK, args=[task_id], task_id=task_id, queue=queue_for(MODEL))
     [job_id] = service.submit(completion(5))
     [row] = service.ended(job_id)
     assert row.state == JobState.SUCCEEDED
