@@ -1,12 +1,16 @@
 """The engine process and the worker's side of it, with a real engine on a tiny model."""
 
+import contextlib
+import fcntl
 import os
 import queue
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -54,6 +58,34 @@ class Bench:
             self.deltas += stepped.deltas
             if condition(stepped):
                 return stepped
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[int]:
+        """The engine process does not run; the steps that it had reported by then, all read."""
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        assert self.unread_by_engine() == 0
+        for _ in range(2):  # the first leaves time for what has been read and not yet been told
+            wait_for(lambda: self._queued(termios.FIONREAD) == 0)
+            time.sleep(0.1)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                stepped = self.told.get_nowait()
+                assert not stepped.ended
+                self.deltas += stepped.deltas
+        try:
+            yield self.client.num_steps
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def unread_by_engine(self) -> int:
+        """Bytes of commands that it has not taken in."""
+        return self._queued(termios.TIOCOUTQ)
+
+    def _queued(self, request: int) -> int:
+        assert self.client._pipe is not None
+        answer = fcntl.ioctl(self.client._pipe.fileno(), request, bytes(4))
+        return int.from_bytes(answer, sys.byteorder)
 
     def tokens(self, key: str) -> list[int]:
         return [token for delta in self.deltas if delta.key == key for token in delta.token_ids]
@@ -140,8 +172,12 @@ def test_an_abort_frees_every_block_within_one_step_and_nothing_more_is_heard(ru
     bench.client.send(add("stays", max_tokens=5000, prompt=[6] * 3))
     before = bench.until(lambda step: len(step.deltas) == 2)
     assert before.free_tokens <= NUM_BLOCKS * 16 - 600
-    bench.client.send(Abort("gone"))
+    with bench.stopped() as num_steps:
+        bench.client.send(Abort("gone"))
+        wait_for(lambda: bench.unread_by_engine() > 0)
     aborted = bench.until(lambda step: step.ended)
+    # it may have been in the midst of a step, whose report comes first
+    assert aborted.num_steps <= num_steps + 2
     [ended] = aborted.ended
     assert (ended.key, ended.samples[0].finish_reason) == ("gone", "abort")
     # the report of the abort is that of the step behind it: the blocks are free in it already
