@@ -82,6 +82,14 @@ class Held:
     fence: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beaten:
+    """What a beat has found of the jobs held."""
+
+    lost: frozenset[Held]  # cancelled, or with others since a lapse: abort them, write nothing
+    stored: frozenset[Held]  # whose checkpoints are in; others' rows somebody else was writing
+
+
 def register_worker(
     connection: Connection, info: WorkerInfo, *, now: float, lease_s: float
 ) -> None:
@@ -206,7 +214,7 @@ def release(
     """
     if not held:
         return {}
-    _save(connection, held, checkpoints or {}, first_tokens or {})
+    _save(connection, held, checkpoints or {}, first_tokens or {}, wait=True)
     rows = held_rows(connection, held)
     values: dict[str, Any] = {
         "fence": jobs.c.fence + 1,
@@ -246,10 +254,9 @@ def beat(
     checkpoints: Mapping[Held, Checkpoint],
     first_tokens: Mapping[Held, float] | None = None,  # when each attempt's came
     held: Sequence[Held],
-) -> set[Held]:
-    """Extend the lease, keep the tokens made so far; those in `held` that are no longer ours.
+) -> Beaten:
+    """Extend the lease, keep the tokens made so far; say what has become of those in `held`.
 
-    Those were cancelled, or went to others while the lease had lapsed: abort them, write nothing.
     Raises UnknownWorker, and then has changed nothing.
     """
     extended = connection.execute(
@@ -261,8 +268,8 @@ def beat(
     if extended is None:
         raise UnknownWorker(worker_id)
     if not held:
-        return set()
-    _save(connection, held, checkpoints, first_tokens or {})
+        return Beaten(lost=frozenset(), stored=frozenset())
+    saved = _save(connection, held, checkpoints, first_tokens or {}, wait=False)
     rows = held_rows(connection, held)
     ours = connection.execute(
         select(jobs.c.id, jobs.c.fence).where(
@@ -270,7 +277,29 @@ def beat(
         ),
         rows.parameters,
     )
-    return set(held) - {Held(*row) for row in ours}
+    return Beaten(
+        lost=frozenset(held) - {Held(*row) for row in ours},
+        stored=frozenset(saved & checkpoints.keys()),
+    )
+
+
+def last_beat(connection: Connection, worker_id: str) -> float | None:
+    """The `now` of the last beat that was committed; waits for one that is being committed."""
+    query = select(workers.c.seen_at).where(workers.c.id == worker_id).with_for_update()
+    return connection.scalar(query)
+
+
+def mark_window(connection: Connection, worker_id: str, window: int) -> None:
+    """Let the row say that this transaction of the worker's ledger was committed, if it is."""
+    connection.execute(
+        update(workers).where(workers.c.id == worker_id).values(ledger_window=window)
+    )
+
+
+def marked_window(connection: Connection, worker_id: str) -> int | None:
+    """The last transaction that was marked; waits for one that is being committed."""
+    query = select(workers.c.ledger_window).where(workers.c.id == worker_id).with_for_update()
+    return connection.scalar(query)
 
 
 def ending(*endings: tuple[Any, ErrorCode, str], now: float) -> dict[str, Any]:
@@ -303,8 +332,10 @@ def _save(
     held: Sequence[Held],
     checkpoints: Mapping[Held, Checkpoint],
     first_tokens: Mapping[Held, float],
-) -> None:
-    """Of each job what is given; its row keeps the rest."""
+    *,
+    wait: bool,  # for rows that somebody else is writing; else those are passed over
+) -> set[Held]:
+    """Of each job what is given; its row keeps the rest. Those that were still held, and saved."""
     saved = []
     for each in held:
         if each in checkpoints or each in first_tokens:
@@ -313,23 +344,27 @@ def _save(
             num = None if tokens is None else num_tokens(tokens)
             saved.append((each.id, each.fence, text, num, first_tokens.get(each)))
     if not saved:
-        return
+        return set()
     columns = {"id": str, "fence": int, "checkpoint": str, "tokens": int, "first": float}
     rows = given(connection, columns, saved)
-    ours = (jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
-    # SKIP LOCKED: a job being finished just now needs no checkpoint, and a beat that waited for the
-    # ledger's rows while the ledger waits for the beat's would be a deadlock
-    free = select(jobs.c.id).where(*ours).with_for_update(skip_locked=True, of=jobs)
-    connection.execute(
+    ours = [jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING]
+    if not wait:
+        # a job being finished just now needs no checkpoint, and a beat that waited for the ledger's
+        # rows while the ledger waits for the beat's would be a deadlock
+        free = select(jobs.c.id).where(*ours).with_for_update(skip_locked=True, of=jobs)
+        ours.append(jobs.c.id.in_(picked(free)))
+    written = connection.execute(
         update(jobs)
-        .where(jobs.c.id.in_(picked(free)), *ours)
+        .where(*ours)
         .values(
             checkpoint=func.coalesce(rows["checkpoint"], jobs.c.checkpoint),
             checkpoint_tokens=func.coalesce(rows["tokens"], jobs.c.checkpoint_tokens),
             first_token_at=func.coalesce(jobs.c.first_token_at, rows["first"]),
-        ),
+        )
+        .returning(jobs.c.id, jobs.c.fence),
         rows.parameters,
     )
+    return {Held(*row) for row in written}
 
 
 def held_rows(connection: Connection, held: Sequence[Held]) -> Given:

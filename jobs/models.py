@@ -87,6 +87,7 @@ class Worker(Base):
     seen_at: Mapped[float]
     lease_until: Mapped[float]
     stats: Mapped[str]  # JSON: what the engine said at the last beat
+    ledger_window: Mapped[int] = mapped_column(server_default="0")  # its ledger's last, see there
 
 
 class IdempotencyKey(Base):

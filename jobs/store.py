@@ -10,7 +10,7 @@ StoreError
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sqlalchemy import (
     Connection,
@@ -45,6 +45,7 @@ __all__ = [
 
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
 _RECORD = tuple(jobs.c[name] for name in RECORD_COLUMNS)
+_WORKER = tuple(workers.c[each.name] for each in fields(WorkerRecord))
 # a page of lists may be a thousand prompts of a megabyte each, which nobody asked for
 _LISTED = tuple(null().label("body") if column.name == "body" else column for column in _RECORD)
 
@@ -205,7 +206,7 @@ def counts(connection: Connection) -> dict[tuple[str, JobState], int]:
 
 def live_workers(connection: Connection, now: float) -> list[WorkerRecord]:
     """Workers whose lease has not run out, the oldest first."""
-    query = select(workers).where(workers.c.lease_until > now).order_by(workers.c.started_at)
+    query = select(*_WORKER).where(workers.c.lease_until > now).order_by(workers.c.started_at)
     return [
         WorkerRecord(**{**row._mapping, "stats": decode(row.stats)})
         for row in connection.execute(query)

@@ -41,7 +41,11 @@ class Attempt:
     num_resumed: int = 0  # of these, made by earlier attempts
     num_seen: int = 0  # of these, by the last beat
     num_stored: int = 0  # of these, in the row's checkpoint
+    num_left: int = 0  # in the row's checkpoint, and not of these
     limit: str | None = None  # the time limit it ran into
+
+    def __post_init__(self) -> None:
+        self.num_left = num_tokens(self.job.checkpoint or [])
 
     @property
     def key(self) -> str:
@@ -67,6 +71,7 @@ class Attempt:
             len(ids) <= prompt.params.max_tokens for ids in checkpoint
         ):
             self.generated = [list(ids) for ids in checkpoint]
+            self.num_left = 0
         else:
             self.generated = [[] for _ in range(prompt.params.n)]
         self.num_resumed = self.num_stored = self.num_generated

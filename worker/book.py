@@ -141,9 +141,9 @@ class Book:
         """Its end is decided and goes into SQL; tokens without a success are waste."""
         with self.lock:
             attempt.phase = Phase.ENDING
-        wasted_tokens = 0
+        wasted_tokens = attempt.num_left
         if outcome.state != JobState.SUCCEEDED:
-            wasted_tokens = attempt.num_generated
+            wasted_tokens += attempt.num_generated
             first = outcome.first_token_at
             outcome = replace(
                 outcome,
@@ -186,7 +186,7 @@ class Book:
         self._post(
             HandBack(
                 held=attempt.held,
-                checkpoint=attempt.generated,
+                checkpoint=None if attempt.prompt is None else attempt.generated,
                 unstored_tokens=attempt.num_unstored,
                 first_token_at=attempt.first_token_at,
                 crashed=crashed,

@@ -244,11 +244,11 @@ class Dispatcher:
             self._engine_stats = stepped.stats or self._engine_stats
             now = time.monotonic()
             for delta in stepped.deltas:
-                if (attempt := self._book.attempts.get(delta.key)) is not None:
+                if (attempt := self._running(delta.key)) is not None:
                     attempt.generated[delta.sample_index] += delta.token_ids
                     if attempt.first_token_at is None:
                         attempt.first_token_at = now
-                else:  # made before the engine heard that the job is not ours
+                else:  # made before the engine heard that the job is not ours, or has ended
                     self._post(
                         Waste(
                             job_id=job_id_of(delta.key),
@@ -313,19 +313,21 @@ class Dispatcher:
 
     # -- the lease, on its thread
 
-    def beaten(self, holding: Holding, lost: Collection[Held]) -> None:
-        """SQL's answer to a beat: `lost` are ours no more, the others' checkpoints are stored."""
+    def beaten(self, holding: Holding, lost: Collection[Held], stored: Collection[Held]) -> None:
+        """SQL's answer to a beat: `lost` are ours no more, of `stored` the checkpoints are in."""
         with self._lock:
             for held in holding.held:
                 attempt = self._book.attempts.get(key_of(held))
                 if attempt is None:
                     continue
-                if held not in lost:
+                if held in stored:
                     attempt.num_stored = max(
-                        attempt.num_stored, num_tokens(holding.checkpoints.get(held, []))
+                        attempt.num_stored, num_tokens(holding.checkpoints[held])
                     )
+                if held not in lost:
+                    continue
                 # of one whose result is on its way, the fence decides
-                elif self._book.is_open(attempt):
+                if self._book.is_open(attempt):
                     logger.info("job %s attempt %d dropped: not ours", held.id, attempt.job.attempt)
                     self._book.drop(attempt)
                     self._book.end(attempt.delivery, Ending.DROPPED)

@@ -6,13 +6,15 @@ the window is kept and tried again until it is back; nothing is answered meanwhi
 lost and nothing is falsely acknowledged.
 
 A commit whose outcome is unknown (the connection broke) is not repeated blindly: what the lost
-answer would have said is read back from the rows. See Kleppmann, "How to do distributed locking",
-for why the store has to compare the fence.
+answer would have said is read back from the rows. What no fence guards, tokens that are added up,
+is written with a number of its window in the worker's row, which says whether it is in. See
+Kleppmann, "How to do distributed locking", for why the store has to compare the fence.
 """
 
 import itertools
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ from worker.generation import Outcome
 from worker.guard import start_thread
 
 STOP_S = 5.0
+LAST_S = 1.0  # of these, for what came last: tokens of a step that ended meanwhile
 STRANGERS_PAUSE_S = 60.0  # between two warnings of messages that are not ours
 RETRY_WAITS_S = (0.05, 0.2, 0.5, 1.0)
 
@@ -71,7 +74,7 @@ class HandBack:
     """Put the row back into the queue, to go on from `checkpoint` elsewhere."""
 
     held: Held
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None  # None: it has not come to look at the row's
     unstored_tokens: int  # of these, not in the row's checkpoint yet
     first_token_at: float | None  # monotonic; of this attempt
     crashed: bool  # the engine process died with it
@@ -145,6 +148,8 @@ class Ledger:
         self._inbox: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._abandoned = threading.Event()
         self._strangers_due = 0.0
+        # of any number, so that two ledgers of one worker have none in common
+        self._window_number = secrets.randbits(48)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -161,7 +166,9 @@ class Ledger:
         return done
 
     def stop(self) -> None:
-        """End the thread; whatever is not in SQL by now is left to the lease."""
+        """End the thread; whatever is not in SQL soon is left to the lease."""
+        if self._thread is not None:
+            self.flush().wait(LAST_S)
         self._abandoned.set()
         self.flush()
         if self._thread is not None:
@@ -192,11 +199,11 @@ class Ledger:
 
     def _commit(self, window: list[Entry]) -> _Written | None:
         """One transaction, tried until it is known to be in; None when the worker gave up."""
+        self._window_number += 1
         for tries in itertools.count():
             try:
                 with self._database.begin() as connection:
-                    moment = self._database.moment(connection)
-                    written = self._write(connection, window, moment, doubtful=tries > 0)
+                    written = self._write_once(connection, window, again=tries > 0)
             except SQLAlchemyError as error:
                 if not transient(error):
                     raise
@@ -212,18 +219,33 @@ class Ledger:
                 return written
         raise AssertionError("unreachable")
 
+    def _write_once(self, connection: Connection, window: list[Entry], *, again: bool) -> _Written:
+        """A window that adds up tokens is marked, and one of an earlier try is found by its mark.
+
+        The others' statements change nothing if they come twice.
+        """
+        adds_up = any(isinstance(entry, Waste | HandBack) for entry in window)
+        was_in = again and (
+            not adds_up or claims.marked_window(connection, self._worker_id) == self._window_number
+        )
+        moment = self._database.moment(connection)
+        written = self._write(connection, window, moment, was_in=was_in)
+        if adds_up:  # last: by now it waits for no row, and whoever waits for this one holds none
+            claims.mark_window(connection, self._worker_id, self._window_number)
+        return written
+
     def _write(
-        self, connection: Connection, window: list[Entry], moment: Moment, *, doubtful: bool
+        self, connection: Connection, window: list[Entry], moment: Moment, *, was_in: bool
     ) -> _Written:
-        """All entries of a window. `doubtful`: an earlier try may have been committed.
+        """All entries of a window. `was_in`: an earlier try was, or may have been, committed.
 
         Rows that came whole in a message come first, then cancels, then claims: a job revoked in
         the window it arrived in has a row to cancel, and never runs.
         """
         written = _Written()
         now = moment.now
-        self._hand_back(connection, _of(HandBack, window), moment, doubtful, written)
-        self._finish(connection, _of(Finish, window), moment, doubtful, written)
+        self._hand_back(connection, _of(HandBack, window), moment, was_in, written)
+        self._finish(connection, _of(Finish, window), moment, was_in, written)
         new_jobs = [
             entry.new_job
             for entry in window
@@ -236,13 +258,14 @@ class Ledger:
             if record is not None and record.state in TERMINAL:
                 written.ended.append(record.id)
             written.answers.append(cancel.answer)
-        wasted = [
-            Wasted(waste.job_id, waste.tokens, _sql_time(waste.first_token_at, moment))
-            for waste in _of(Waste, window)
-        ]
-        accounting.account_wasted(connection, wasted)
+        if not was_in:
+            wasted = [
+                Wasted(waste.job_id, waste.tokens, _sql_time(waste.first_token_at, moment))
+                for waste in _of(Waste, window)
+            ]
+            accounting.account_wasted(connection, wasted)
         accounting.count_prompts(connection, [count.counted for count in _of(Count, window)])
-        self._claim(connection, _of(Claim, window), now, doubtful, written)
+        self._claim(connection, _of(Claim, window), now, was_in, written)
         written.answers += [flush.answer for flush in _of(Flush, window)]
         return written
 
@@ -251,7 +274,7 @@ class Ledger:
         connection: Connection,
         entries: list[HandBack],
         moment: Moment,
-        doubtful: bool,
+        was_in: bool,
         written: _Written,
     ) -> None:
         for crashed in (False, True):
@@ -262,7 +285,9 @@ class Ledger:
                 now=moment.now,
                 crashed=crashed,
                 max_crashes=self._max_crashes,
-                checkpoints={entry.held: entry.checkpoint for entry in batch},
+                checkpoints={
+                    entry.held: entry.checkpoint for entry in batch if entry.checkpoint is not None
+                },
                 first_tokens={
                     entry.held: moment.at(entry.first_token_at)
                     for entry in batch
@@ -271,7 +296,7 @@ class Ledger:
             )
             written.ended += [held.id for held, state in states.items() if state in TERMINAL]
             written.answers += [entry.answer for entry in batch]
-            if not doubtful:  # one not released had been lost before, with its newest tokens
+            if not was_in:  # one not released had been lost before, with its newest tokens
                 late = [
                     Wasted(
                         entry.held.id,
@@ -288,13 +313,13 @@ class Ledger:
         connection: Connection,
         entries: list[Finish],
         moment: Moment,
-        doubtful: bool,
+        was_in: bool,
         written: _Written,
     ) -> None:
         accepted = finishing.finish(
             connection, [_result(entry, moment) for entry in entries], now=moment.now
         )
-        if doubtful:
+        if was_in:
             refused = [entry.held for entry in entries if entry.held not in accepted]
             accepted |= finishing.ended_under(connection, refused)
         written.ended += sorted(held.id for held in accepted)
@@ -306,7 +331,7 @@ class Ledger:
         connection: Connection,
         entries: list[Claim],
         now: float,
-        doubtful: bool,
+        was_in: bool,
         written: _Written,
     ) -> None:
         if not entries:
@@ -320,7 +345,7 @@ class Ledger:
             # the price of an attempt; after the next beat all is well again
             logger.warning("the lease has lapsed: %d jobs not claimed", len(ids))
             claims.put_back(connection, ids)
-        if doubtful:
+        if was_in:
             claimed += claims.claimed_by(connection, ids, worker_id=self._worker_id)
         by_id = {job.id: job for job in claimed}
         self._tell_of_strangers(connection, [job_id for job_id in ids if job_id not in by_id])

@@ -22,12 +22,12 @@ def success(job, **values) -> JobResult:
 
 def beat(bench, held_jobs, checkpoints=None, worker_id="w1", stats=None, first_tokens=None):
     """The ids that are lost; checkpoints by id."""
-    lost = bench.call(
+    beaten = bench.call(
         claims.beat, worker_id, now=bench.now, lease_s=30, stats=stats or {},
         checkpoints=of(held_jobs, checkpoints), first_tokens=first_tokens,
         held=[held(job) for job in held_jobs],
     )  # fmt: skip
-    return {each.id for each in lost}
+    return {each.id for each in beaten.lost}
 
 
 def release(bench, *claimed, crashed=False, max_crashes=3, checkpoints=None):
@@ -253,11 +253,11 @@ def test_two_attempts_of_one_job_in_one_call_are_told_apart(bench):
     bench.register(lease_s=10)
     (new,) = bench.claim(record.id)
     checkpoints = {held(old): [[1, 1, 1]], held(new): [[2]]}
-    lost = bench.call(
+    beaten = bench.call(
         claims.beat, "w1", now=bench.now, lease_s=30, stats={}, held=[held(old), held(new)],
         checkpoints=checkpoints,
     )  # fmt: skip
-    assert lost == {held(old)}
+    assert (beaten.lost, beaten.stored) == ({held(old)}, {held(new)})
     states = bench.call(
         claims.release, [held(old), held(new)], now=bench.now, crashed=False, max_crashes=3
     )
@@ -354,6 +354,47 @@ def test_a_beat_does_not_wait_for_a_result_being_written(postgres_url):
     assert bench.get(first.id).state == JobState.SUCCEEDED
     release(bench, jobs[second.id])
     assert bench.claim(second.id)[0].checkpoint == [[2]]
+    bench.database.dispose()
+
+
+def test_a_beat_says_whose_tokens_it_could_not_store(postgres_url):
+    """A row that a cancel has locked is passed over, and is still ours until that has committed."""
+    bench = Bench(Database(postgres_url))
+    first, second = bench.submit(new_job(), new_job())
+    bench.register()
+    jobs = {job.id: job for job in bench.claim(first.id, second.id)}
+    checkpoints = {held(jobs[first.id]): [[1]], held(jobs[second.id]): [[2]]}
+    common = {"now": bench.now, "lease_s": 30, "stats": {}, "held": list(checkpoints)}
+    with bench.database.begin() as connection:
+        store.cancel(connection, first.id, now=NOW)
+        beaten = bench.call(claims.beat, "w1", checkpoints=checkpoints, **common)
+    assert (beaten.lost, beaten.stored) == (set(), {held(jobs[second.id])})
+    beaten = bench.call(claims.beat, "w1", checkpoints=checkpoints, **common)
+    assert beaten.lost == {held(jobs[first.id])}
+    bench.database.dispose()
+
+
+def test_a_hand_back_waits_for_a_beat_and_keeps_all_its_tokens(postgres_url):
+    bench = Bench(Database(postgres_url))
+    (record,) = bench.submit(new_job())
+    bench.register()
+    (job,) = bench.claim(record.id)
+    done = threading.Event()
+
+    def hand_back() -> None:
+        release(bench, job, checkpoints={record.id: [[1, 2, 3]]})
+        done.set()
+
+    handing_back = threading.Thread(target=hand_back)
+    with bench.database.begin() as connection:
+        claims.beat(
+            connection, "w1", now=NOW, lease_s=30, stats={}, held=[held(job)],
+            checkpoints={held(job): [[1]]},
+        )  # fmt: skip
+        handing_back.start()
+        assert not done.wait(0.3)
+    handing_back.join(30)
+    assert bench.claim(record.id)[0].checkpoint == [[1, 2, 3]]
     bench.database.dispose()
 
 

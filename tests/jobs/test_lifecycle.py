@@ -210,7 +210,7 @@ class Histories(RuleBasedStateMachine):
             with pytest.raises(UnknownWorker):
                 beat()
             return
-        lost = beat()
+        lost = beat().lost
         self.leases[worker] = self.bench.now + LEASE_S
         for job_id, fence in newest.items():
             each = Held(job_id, fence)

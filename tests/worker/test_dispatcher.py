@@ -106,7 +106,7 @@ class World:
 
     def lose(self, job_id: str, fence: int) -> None:
         holding = Holding(held=[Held(job_id, fence)], checkpoints={})
-        self.dispatcher.beaten(holding, {Held(job_id, fence)})
+        self.dispatcher.beaten(holding, lost={Held(job_id, fence)}, stored=())
 
     def step(self, *deltas: Delta, ended=(), refused=(), free_tokens=4096) -> None:
         self.dispatcher.engine_stepped(
@@ -426,11 +426,41 @@ def test_tokens_in_a_stored_checkpoint_are_the_rows_to_account_for(world):
     world.dispatcher.holding()
     world.step(Delta(add.key, 0, [8]))
     unanswered = world.dispatcher.holding()
-    world.dispatcher.beaten(unanswered, set())
+    world.dispatcher.beaten(unanswered, lost=(), stored=unanswered.checkpoints)
     world.step(Delta(add.key, 0, [9]))
     world.dispatcher.holding()  # the database was away: nobody knows whether this one is stored
     world.lose("job_1", fence=1)
     assert world.take(Waste).tokens == 1
+
+
+def test_a_checkpoint_that_somebody_kept_from_its_row_is_not_the_rows_to_account_for(world):
+    add = world.run()
+    for number in range(3):
+        world.step(Delta(add.key, 0, [number]))
+        holding = world.dispatcher.holding()
+        world.dispatcher.beaten(holding, lost=(), stored=())
+    assert list(holding.checkpoints) == [Held("job_1", 1)]
+    world.lose("job_1", fence=1)
+    assert world.take(Waste).tokens == 3
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_checkpoint_nobody_has_gone_on_from_stays_in_its_row(world, draining):
+    if draining:
+        world.receive()
+        world.dispatcher.begin_drain()
+        world.take(Claim).answer(job(checkpoint=[[7, 8, 9]]), NOW)
+        assert world.take(HandBack).checkpoint is None
+    else:
+        world.run(checkpoint=[[7, 8, 9]])
+        world.dispatcher.hand_back_all()
+        assert world.take(HandBack).checkpoint == [[7, 8, 9]]
+
+
+def test_tokens_of_earlier_attempts_are_waste_where_this_one_is_refused(world):
+    world.receive()
+    world.take(Claim).answer(job(checkpoint=[[7, 8, 9]], body={"temperature": -1}), NOW)
+    assert world.take(Finish).wasted_tokens == 3
 
 
 @pytest.mark.parametrize("num_stored", [0, 2])
@@ -489,6 +519,31 @@ def test_a_hard_limit_ends_the_job_at_once_and_celery_is_told_only_that(world):
     world.step(ended=[ended(add.key, "abort")])
     assert [what for what, _ in world.celery] == ["accept", "time_out"]
     assert world.dispatcher.num_in_hands == 0
+
+
+def test_tokens_of_the_step_in_which_a_hard_limit_struck_are_waste(world):
+    add = world.run(limits={"hard": 1e-9})
+    world.step(Delta(add.key, 0, [7, 8]))
+    world.dispatcher.check_time()
+    finish = world.take(Finish)
+    assert finish.wasted_tokens == 2
+    world.step(Delta(add.key, 0, [9]))
+    assert world.take(Waste).tokens == 1
+    finish.answer(True)
+    world.step(Delta(add.key, 0, [10, 11]), ended=[ended(add.key, "abort")])
+    assert world.take(Waste).tokens == 2
+    assert not world.has(Waste)
+
+
+def test_what_a_hard_limit_ended_too_late_is_counted_once(world):
+    add = world.run(limits={"hard": 1e-9})
+    world.step(Delta(add.key, 0, [7, 8]))
+    world.dispatcher.check_time()
+    world.step(Delta(add.key, 0, [9]))
+    assert world.take(Waste).tokens == 1
+    world.take(Finish).answer(False)  # cancelled before
+    assert world.take(Waste).tokens == 2
+    assert not world.has(Waste)
 
 
 def test_a_deadline_travels_as_seconds_from_now(world):

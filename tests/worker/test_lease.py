@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ class Dispatcher:
     def stats(self) -> dict[str, int | float]:
         return {}
 
-    def beaten(self, holding: Holding, lost: set[Held]) -> None:
+    def beaten(self, holding: Holding, lost: Collection[Held], stored: Collection[Held]) -> None:
         if holding.held:
             self.answers.append(set(lost))
 

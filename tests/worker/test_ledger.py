@@ -324,6 +324,52 @@ def test_a_commit_in_doubt_does_not_accept_what_was_cancelled_meanwhile(bench):
     assert bench.get(job_id).output is None
 
 
+IN_DOUBT = ["", "b", "a", "ba", "ab", "aab", "bba"]
+
+
+@pytest.mark.parametrize("breaks", IN_DOUBT)
+def test_waste_is_added_once_whether_the_broken_commit_was_in_or_not(bench, breaks):
+    [job_id] = bench.submit()
+    for tokens in (3, 4):
+        bench.database.breaks = breaks
+        bench.ledger.post(Waste(job_id=job_id, tokens=tokens, first_token_at=None))
+        assert bench.ledger.flush().wait(TIMEOUT_S)
+    assert bench.get(job_id).wasted_tokens == 7
+
+
+@pytest.mark.parametrize("breaks", IN_DOUBT)
+def test_tokens_of_a_late_hand_back_are_added_once_whether_its_commit_was_in_or_not(bench, breaks):
+    [late_id, in_time_id] = bench.submit(2)
+    late, in_time = bench.claim(late_id), bench.claim(in_time_id)
+    bench.ask(lambda answer: Cancel(job_id=late_id, answer=answer))
+    bench.database.breaks = breaks
+    for job in (late, in_time):
+        bench.ledger.post(
+            HandBack(
+                held=Held(job.id, job.fence),
+                checkpoint=[[7] * 9],
+                unstored_tokens=9,
+                first_token_at=None,
+                crashed=False,
+                answer=lambda: None,
+            )
+        )
+    assert bench.ledger.flush().wait(TIMEOUT_S)
+    assert bench.get(late_id).wasted_tokens == 9
+    row = bench.get(in_time_id)
+    assert (row.state, row.wasted_tokens) == (JobState.QUEUED, 0)
+    assert bench.claim(in_time_id).checkpoint == [[7] * 9]
+
+
+def test_what_comes_last_is_written_before_a_ledger_stops(bench):
+    [job_id] = bench.submit()
+    for _ in range(50):
+        bench.ledger.post(Waste(job_id=job_id, tokens=1, first_token_at=None))
+        bench.ledger.flush()
+    bench.ledger.stop()
+    assert bench.get(job_id).wasted_tokens == 50
+
+
 def test_nothing_is_answered_while_the_database_is_away(bench):
     [job_id] = bench.submit()
     bench.database.breaks = "b" * 1000
