@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from api.errors import BadRequest
 from engine.chat_template import ChatTemplateError
 from engine.door import checked_params
-from engine.sampling_params import ParameterError, SamplingParams, params_of
+from engine.sampling_params import MAX_N, ParameterError, SamplingParams, params_of
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import TokenizerError
 from jobs import openai
@@ -36,6 +36,7 @@ class ServedModel:
     tokenizer: Tokenizer
     max_model_len: int  # tokens of prompt and output together
     created: int  # epoch seconds
+    max_n: int = MAX_N  # samples of one generation
 
 
 class UnreadableModel(Exception):
@@ -65,6 +66,7 @@ class Door:
                 tokenizer=tokenizer,
                 max_model_len=limit,
                 created=int(path.stat().st_mtime),
+                max_n=settings.max_n,
             )
         return cls(models)
 
@@ -103,6 +105,7 @@ class Door:
             max_tokens=generation.max_tokens,
             room=model.max_model_len,
             max_model_len=model.max_model_len,
+            max_n=model.max_n,
         )
         return Checked(
             model=model.name, prompt_tokens=len(prompt_ids), max_tokens=params.max_tokens

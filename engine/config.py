@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from engine.sampling_params import MAX_N
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -24,6 +26,7 @@ class EngineConfig:
     kv_cache_bytes: int = 1 << 30  # memory for the KV cache when num_blocks is None (CPU)
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, step and KV cache
     max_num_seqs: int = 64  # sequences in one step
+    max_n: int = 16  # samples that one request may ask for; [1, 128]
     # tokens in one step; None: what suits the machine, where it is measured, else 512
     max_num_batched_tokens: int | None = None
     # how long a step may take by that choice, on a CPU with compiled kernels; 0: not measured
@@ -51,8 +54,10 @@ class EngineConfig:
             raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        for name in ("block_size", "max_num_seqs", "kv_cache_bytes"):
+        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "max_n"):
             _check_positive(name, getattr(self, name))
+        if self.max_n > MAX_N:
+            raise ValueError(f"max_n must be at most {MAX_N}, got {self.max_n}")
         if type(self.step_target_ms) is not int or self.step_target_ms < 0:
             raise ValueError(
                 f"step_target_ms must be an integer of at least 0, got {self.step_target_ms!r}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.bounds import check_int
 from engine.sampling_params import SamplingParams, check_prompt, max_scored_tokens, params_of
 from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
@@ -22,12 +23,15 @@ def checked_params(
     max_tokens: int | None,
     room: int,
     max_model_len: int,
+    max_n: int,
 ) -> SamplingParams:
     """`options` are as `params_of` takes them; one of `forced_tools` has to be called, if any.
 
     `room` is for tokens of prompt and output together; what the prompt leaves of it is the default
     of `max_tokens`, or as many of them as can be scored if they are to be. Raises ParameterError.
     """
+    # before the bound that holds everywhere, so that what is said is the bound that holds here
+    check_int("n", options.get("n", 1), 1, max_n)
     # at least 1, so that a prompt without room for output is refused for its own length
     left = max(1, room - len(token_ids))
     calls = tokenizer.call_options(token_ids, forced_tools, parallel=parallel_calls)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.bounds import check_int
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.model_runner import ModelRunner, StepResult, max_num_scored_tokens
@@ -25,12 +26,7 @@ from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
 from engine.requests import Request, Sample, check_types
 from engine.sampler import NumericalError
-from engine.sampling_params import (
-    ParameterError,
-    SamplingParams,
-    check_generated,
-    check_prompt,
-)
+from engine.sampling_params import ParameterError, SamplingParams, check_generated, check_prompt
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, TokenFilter
 from engine.step_plan import StepPlan
@@ -137,6 +133,7 @@ class LLMEngine:
         then nothing has changed.
         """
         check_types(params, priority, cache_salt)
+        check_int("n", params.n, 1, self.config.max_n)
         now = self._clock()
         prompt_ids = self.tokenizer.encode_input(prompt=prompt, messages=messages)
         check_prompt(

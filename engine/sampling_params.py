@@ -9,11 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from engine.bounds import (
+    check_bool,
+    check_float,
+    check_ids,
+    check_int,
+    check_optional_int,
+    check_tuple,
+    shown,
+)
 from engine.parameter_error import ParameterError as ParameterError
 from engine.parameter_error import UnknownField
 from engine.structured_outputs import StructuredOutputs
 
-MAX_N = 16  # of samples, and of beams
+MAX_N = 128  # samples of one request; an engine and a service take up to their own max_n
+MAX_BEAMS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -40,9 +50,9 @@ class RepetitionDetection:
 
     def __post_init__(self) -> None:
         within = "repetition_detection."
-        _check_int(within + "max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
-        _check_int(within + "min_count", self.min_count, 2, 1024)
-        _check_int(within + "min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        check_int(within + "max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        check_int(within + "min_count", self.min_count, 2, 1024)
+        check_int(within + "min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +60,7 @@ class SamplingParams:
     """Options of one generation. Raises ParameterError with the field, the bound and the value."""
 
     max_tokens: int  # most tokens to generate for each sample; 0 only scores the prompt
-    n: int = 1  # samples of the same prompt; [1, 16]
+    n: int = 1  # samples of the same prompt; [1, 128], and at most the engine's max_n
     temperature: float = 1.0  # [0, 2]; below 1e-4 means greedy
     top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
     top_p: float = 1.0  # (0, 1]: smallest set of tokens with this much probability
@@ -82,34 +92,34 @@ class SamplingParams:
     diversity_penalty: float = 0.0  # (0, 100], off a token for each earlier group's beam with it
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_excluded=True)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_optional_int("seed", self.seed, 2**63 - 1)
-        _check_optional_int("logprobs", self.logprobs, MAX_LOGPROBS)
-        _check_optional_int("prompt_logprobs", self.prompt_logprobs, MAX_LOGPROBS)
-        _check_optional_int("thinking_token_budget", self.thinking_token_budget, 2**31 - 1)
+        check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        check_int("n", self.n, 1, MAX_N)
+        check_float("temperature", self.temperature, 0.0, 2.0)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_float("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_excluded=True)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_optional_int("seed", self.seed, 2**63 - 1)
+        check_optional_int("logprobs", self.logprobs, MAX_LOGPROBS)
+        check_optional_int("prompt_logprobs", self.prompt_logprobs, MAX_LOGPROBS)
+        check_optional_int("thinking_token_budget", self.thinking_token_budget, 2**31 - 1)
         if self.timeout_s is not None:
-            _check_float("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, low_excluded=True)
+            check_float("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, low_excluded=True)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         _check_texts("stop", self.stop, MAX_STOP_STRINGS)
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
-        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _check_logit_bias(self.logit_bias)
         self._check_allowed_token_ids()
         self._check_scoring()
         for name, kind in _RECORDS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise ParameterError(name, f"{name} must be {kind.__name__}, got {_shown(value)}")
+                raise ParameterError(name, f"{name} must be {kind.__name__}, got {shown(value)}")
         self._check_form()
         self._check_beams()
 
@@ -140,7 +150,7 @@ class SamplingParams:
     def _check_allowed_token_ids(self) -> None:
         if self.allowed_token_ids is None:
             return
-        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         if not self.allowed_token_ids:
             raise ParameterError("allowed_token_ids", "allowed_token_ids must hold at least 1 id")
         if self.min_tokens and set(self.allowed_token_ids) <= set(self.stop_token_ids):
@@ -173,14 +183,14 @@ class SamplingParams:
                 )
 
     def _check_beams(self) -> None:
-        _check_int("num_beams", self.num_beams, 1, MAX_N)
-        _check_int("num_beam_groups", self.num_beam_groups, 1, self.num_beams)
-        _check_float("length_penalty", self.length_penalty, -5.0, 5.0)
-        _check_float("diversity_penalty", self.diversity_penalty, 0.0, 100.0)
+        check_int("num_beams", self.num_beams, 1, MAX_BEAMS)
+        check_int("num_beam_groups", self.num_beam_groups, 1, self.num_beams)
+        check_float("length_penalty", self.length_penalty, -5.0, 5.0)
+        check_float("diversity_penalty", self.diversity_penalty, 0.0, 100.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ParameterError(
                 "early_stopping",
-                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}',
+                f'early_stopping must be true, false or "never", got {shown(self.early_stopping)}',
             )
         without_beams = self.num_beams == 1
         for name in _ONLY_BEAMS if without_beams else _ONLY_SAMPLES:
@@ -193,7 +203,7 @@ class SamplingParams:
             raise ParameterError(param, f"{param} cannot be combined with num_beams")
         if without_beams:
             return
-        _check_int("n", self.n, 1, self.num_beams)
+        check_int("n", self.n, 1, self.num_beams)
         if self.num_beams % self.num_beam_groups:
             raise ParameterError(
                 "num_beam_groups",
@@ -263,7 +273,7 @@ def check_prompt(
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ParameterError(
                 "prompt",
-                f"prompt token ids must be integers in [0, {vocab_size}), got {_shown(token_id)}",
+                f"prompt token ids must be integers in [0, {vocab_size}), got {shown(token_id)}",
             )
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -315,73 +325,28 @@ def check_generated(generated: Sequence[Sequence[int]], *, vocab_size: int) -> N
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise ParameterError(
                     "generated",
-                    f"generated ids must be integers in [0, {vocab_size}), got {_shown(token_id)}",
+                    f"generated ids must be integers in [0, {vocab_size}), got {shown(token_id)}",
                 )
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    # a bool is an int to Python and a mistake to a client
-    if type(value) is not int:
-        raise ParameterError(name, f"{name} must be an integer, got {_shown(value)}")
-    if not low <= value <= high:
-        raise ParameterError(name, f"{name} must be in [{low}, {high}], got {_shown(value)}")
-
-
-def _check_optional_int(name: str, value: object, high: int) -> None:
-    if value is not None:
-        _check_int(name, value, 0, high)
-
-
-def _check_float(
-    name: str, value: object, low: float, high: float, *, low_excluded: bool = False
-) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ParameterError(name, f"{name} must be a number, got {_shown(value)}")
-    # NaN is in no range
-    if not low <= value <= high or (low_excluded and value == low):
-        bracket = "(" if low_excluded else "["
-        raise ParameterError(
-            name, f"{name} must be in {bracket}{low:g}, {high:g}], got {_shown(value)}"
-        )
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ParameterError(name, f"{name} must be true or false, got {_shown(value)}")
-
-
-def _check_tuple(name: str, value: object, max_length: int) -> None:
-    # a bare string would pass for a tuple of one-letter strings
-    if not isinstance(value, tuple):
-        raise ParameterError(name, f"{name} must be a tuple, got {_shown(value)}")
-    if len(value) > max_length:
-        raise ParameterError(name, f"{name} may hold at most {max_length}, got {len(value)}")
-
-
-def _check_ids(name: str, ids: tuple[int, ...], max_length: int) -> None:
-    _check_tuple(name, ids, max_length)
-    for token_id in ids:
-        _check_int(name, token_id, 0, 2**31 - 1)
-
-
 def _check_logit_bias(logit_bias: tuple[tuple[int, float], ...]) -> None:
-    _check_tuple("logit_bias", logit_bias, MAX_LOGIT_BIAS)
+    check_tuple("logit_bias", logit_bias, MAX_LOGIT_BIAS)
     for entry in logit_bias:
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise ParameterError(
-                "logit_bias", f"logit_bias must hold pairs (id, bias), got {_shown(entry)}"
+                "logit_bias", f"logit_bias must hold pairs (id, bias), got {shown(entry)}"
             )
-        _check_int("logit_bias", entry[0], 0, 2**31 - 1)
-        _check_float("logit_bias", entry[1], -100.0, 100.0)
+        check_int("logit_bias", entry[0], 0, 2**31 - 1)
+        check_float("logit_bias", entry[1], -100.0, 100.0)
     if len({token_id for token_id, _ in logit_bias}) < len(logit_bias):
         raise ParameterError("logit_bias", "logit_bias must name each id once")
 
 
 def _check_texts(name: str, texts: tuple[str, ...], max_length: int) -> None:
-    _check_tuple(name, texts, max_length)
+    check_tuple(name, texts, max_length)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ParameterError(name, f"{name} must hold non-empty text, got {_shown(text)}")
+            raise ParameterError(name, f"{name} must hold non-empty text, got {shown(text)}")
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -390,11 +355,3 @@ def _check_texts(name: str, texts: tuple[str, ...], max_length: int) -> None:
             raise ParameterError(
                 name, f"a {name} string may have at most {MAX_STOP_BYTES} bytes, got {num_bytes}"
             )
-
-
-def _shown(value: object) -> str:
-    """A value as an error shows it: short, and without Python's limit on digits of an integer."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -106,6 +106,7 @@ class Settings:
         0.9, "Share of a GPU's memory the engine may fill.", low=0.05, high=1.0
     )
     max_num_seqs: int = _setting(64, "Sequences in one engine step.", low=1, high=65536)
+    max_n: int = _setting(16, "Most samples (`n`) of one job.", low=1, high=128)
     max_num_batched_tokens: int | None = _setting(
         None, "Tokens in one engine step; unset: as many as suit the machine, measured at the "
         "first start on a CPU with compiled kernels, or 512.", unit="tokens", low=1, high=1 << 24,

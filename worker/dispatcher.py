@@ -228,6 +228,7 @@ class Dispatcher:
                 max_model_len=ready.max_model_len,
                 kv_tokens=ready.kv_tokens,
                 block_size=ready.block_size,
+                max_n=ready.max_n,
             )
             self._book.room = EngineRoom(
                 max_num_seqs=ready.max_num_seqs, free_tokens=ready.kv_tokens, num_waiting=0

@@ -74,6 +74,7 @@ def main(fd: int) -> int:
                 max_model_len=engine.max_model_len,
                 load_s=load_s,
                 block_size=start.config.block_size,
+                max_n=start.config.max_n,
             ),
         )
         EngineServer(engine, pipe).serve()

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.door import checked_params
 from engine.reply import MAX_CALLS, PLAIN, Reply, ReplyForm, num_reasoning_tokens, parse_reply
-from engine.sampling_params import ParameterError
+from engine.sampling_params import MAX_N, ParameterError
 from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.lifecycle import ErrorCode, JobState
@@ -49,6 +49,7 @@ class Limits:
     max_model_len: int
     kv_tokens: int
     block_size: int = 1
+    max_n: int = MAX_N
 
     def max_seq_len(self, num_beams: int) -> int:
         """Tokens of prompt and output together; beams run all at once, in blocks of their own."""
@@ -125,6 +126,7 @@ def _prepare(
         max_tokens=generation.max_tokens,
         room=limits.max_seq_len(generation.options.get("num_beams", 1)),
         max_model_len=limits.max_model_len,
+        max_n=limits.max_n,
     )
     return Prompt(
         token_ids=token_ids,

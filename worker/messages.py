@@ -12,7 +12,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.outputs import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_N, SamplingParams
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +57,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     max_model_len: int
     load_s: float
     block_size: int = 1  # tokens; a sequence takes up whole blocks
+    max_n: int = MAX_N  # samples of one job
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

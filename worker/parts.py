@@ -158,6 +158,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         kv_cache_bytes=settings.kv_cache_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_num_seqs=settings.max_num_seqs,
+        max_n=settings.max_n,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         step_target_ms=settings.step_target_ms,
         max_model_len=settings.max_model_len,

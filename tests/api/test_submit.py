@@ -1,5 +1,6 @@
 """POST /v1/jobs: what is accepted, how it is answered, and what a repeat finds."""
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ from sqlalchemy import delete
 from jobs.celery_app import queue_for
 from jobs.database import Database
 from jobs.models import jobs
-from tests.api.conftest import MODEL, chat, completion, error_of, submit, until
+from tests.api.conftest import MODEL, chat, completion, error_of, serving, submit, until
 
 JOB_KEYS = {
     "id", "object", "custom_id", "url", "model", "status", "priority", "attempt", "max_attempts",
@@ -107,6 +108,16 @@ def test_ids_of_accepted_jobs_come_onto_the_runway(sqlite_client, sqlite_setting
     with redis.Redis.from_url(sqlite_settings.redis_url) as broker:
         key = f"{sqlite_settings.key_prefix}{queue_for(MODEL)}"
         until(lambda: broker.llen(key) == 1)
+
+
+def test_as_many_samples_are_taken_as_the_deployment_lets_a_job_have(sqlite_settings):
+    with serving(dataclasses.replace(sqlite_settings, max_n=32)) as client:
+        assert client.post("/v1/jobs", json=completion(n=32)).status_code == 202
+        for body in (completion(n=33), completion(n=200), chat(n=33)):
+            reply = client.post("/v1/jobs", json=body)
+            assert reply.status_code == 400
+            assert error_of(reply)["param"] == "body.n"
+            assert "n must be in [1, 32], got" in error_of(reply)["message"]
 
 
 def test_the_same_key_and_body_replay_the_first_call(client):

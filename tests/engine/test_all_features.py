@@ -99,6 +99,7 @@ def calling(model, draw, prompt, options):
         max_tokens=MAX_TOKENS,
         room=NUM_BLOCKS * BLOCK_SIZE,
         max_model_len=model.runner.max_model_len,
+        max_n=16,
     )
 
 

@@ -29,6 +29,8 @@ def test_a_known_device_is_taken(device):
         ("step_target_ms", -1, "at least 0"),
         ("step_target_ms", 0.5, "integer"),
         ("max_model_len", 0, "at least 1"),
+        ("max_n", 0, "at least 1"),
+        ("max_n", 129, "at most 128"),
         ("num_threads", 0, "at least 1"),
         ("num_threads", True, "integer"),
         ("gpu_memory_utilization", 0.0, "(0, 1]"),

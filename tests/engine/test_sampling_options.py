@@ -126,6 +126,33 @@ def test_sixteen_samples_are_the_samples_asked_for_alone(engine_of):
         assert few.completions == crowd.completions[:n]
 
 
+def test_as_many_samples_run_as_the_engine_is_set_to_and_one_more_is_refused(engine_of):
+    engine = engine_of(max_n=32)
+    params = SamplingParams(n=32, max_tokens=3, seed=5, ignore_eos=True)
+    (output,) = engine.generate([[50, 51]], params)
+    assert [len(each.token_ids) for each in output.completions] == [3] * 32
+    for own, n, bound in ((engine, 33, "[1, 32], got 33"), (engine_of(), 17, "[1, 16], got 17")):
+        with pytest.raises(ParameterError) as refused:
+            own.add_request("more", [50, 51], SamplingParams(n=n, max_tokens=3))
+        assert (refused.value.param, str(refused.value)) == ("n", f"n must be in {bound}")
+        assert not own.has_unfinished
+
+
+def test_of_more_samples_than_run_at_once_each_is_the_lone_request_with_its_seed(engine_of):
+    prompt, seed = list(range(50, 70)), 5
+    options = {"max_tokens": 12, "ignore_eos": True}
+    (crowd,) = engine_of(max_n=32, max_num_seqs=16).generate(
+        [prompt], SamplingParams(n=20, seed=seed, **options)
+    )
+    alone = [SamplingParams(seed=seed + i, **options) for i in range(20)]
+    for sample, lone in zip(
+        crowd.completions, engine_of().generate([prompt] * 20, alone), strict=True
+    ):
+        assert sample.token_ids == lone.completions[0].token_ids
+        assert sample.text == lone.completions[0].text
+    assert len({each.token_ids for each in crowd.completions}) == 20
+
+
 def test_a_model_without_think_tags_refuses_a_thinking_budget(tiny_llama_dir):
     engine = LLMEngine(EngineConfig(model=str(tiny_llama_dir), num_blocks=8))
     with pytest.raises(ParameterError, match="<think>") as refused:

@@ -622,7 +622,7 @@ def whole(world, **body):
 
 
 @pytest.mark.parametrize(
-    ("body", "max_tokens"), [({"max_tokens": 20}, 20), ({"max_tokens": 600}, 0), ({"n": 99}, 0)]
+    ("body", "max_tokens"), [({"max_tokens": 20}, 20), ({"max_tokens": 600}, 0), ({"n": 199}, 0)]
 )
 def test_the_prompt_of_a_whole_job_is_counted_when_it_is_tokenized(world, body, max_tokens):
     """Also where the engine's limits or an option refuse the job."""

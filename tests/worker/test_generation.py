@@ -121,6 +121,15 @@ def test_what_fits_the_model_but_not_the_kv_cache_exceeds_its_capacity(prepared)
     assert refused.value.param == "max_completion_tokens"
 
 
+def test_more_samples_than_the_engine_takes_are_refused_with_its_own_bound(prepared):
+    limits = Limits(max_model_len=512, kv_tokens=4096, max_n=32)
+    assert prepared(COMPLETIONS, limits, prompt="x", n=32).params.n == 32
+    for options in ({"n": 33}, {"n": 129}, {"n": 33, "use_beam_search": True}):
+        with pytest.raises(Refusal, match=r"^n must be in \[1, 32\]") as refused:
+            prepared(COMPLETIONS, limits, prompt="x", **options)
+        assert refused.value.param == "n"
+
+
 def ended(*finish_reasons: str, error: str | None = None) -> Ended:
     samples = [
         Sample(index, f"text {index}", reason, error if reason == "error" else None)

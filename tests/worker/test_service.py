@@ -76,6 +76,19 @@ def test_a_job_cancelled_before_a_beat_has_seen_it_keeps_its_first_tokens_time(s
     assert row.started_at <= row.first_token_at
 
 
+def test_celery_jobs_may_ask_for_as_many_samples_as_the_deployment_lets_them(sqlite_deployment):
+    sqlite_deployment.env["TOKENMILL_MAX_N"] = "32"
+    sqlite_deployment.start_worker()
+    most, more = (generate(sqlite_deployment, 2, body={"n": n}) for n in (32, 33))
+    for job_id in (most, more):
+        sqlite_deployment.wait_for(lambda job_id=job_id: sqlite_deployment.find(job_id) is not None)
+    done, refused = sqlite_deployment.ended(most, more)
+    assert (done.state, done.completion_tokens) == (JobState.SUCCEEDED, 64)
+    assert len(done.output["choices"]) == 32
+    assert (refused.error["code"], refused.error["param"]) == ("invalid_request", "n")
+    assert refused.error["message"] == "n must be in [1, 32], got 33"
+
+
 def mapped_files(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
