@@ -5,6 +5,7 @@ import math
 import random
 from decimal import Decimal
 
+import jsonschema
 import pytest
 from llguidance import LLParserLimits
 
@@ -13,6 +14,7 @@ from engine.reply import ToolFormat
 from engine.structured.grammar import Grammar, GrammarError, load_vocabulary, translate
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer
+from tests.engine.structured.forms import judge
 from tests.tiny_llama import SPECIAL_TOKENS
 
 EOS = 2
@@ -314,6 +316,29 @@ def test_what_cannot_be_kept_is_refused_by_name(vocabulary, kind, text, message)
         Grammar(vocabulary, translate(form(kind, text)))
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2023-02-29", "1999-12-31"],
+         ["2024-02-30", "2024-13-01", "2024-00-10", "2024-04-31", "2024-1-01", "24-01-01", ""]),
+        ("time", ["00:00:00Z", "23:59:60Z", "12:30:60z", "12:30:15.25+23:59", "01:02:03-00:00"],
+         ["12:30:15", "24:00:00Z", "12:60:00Z", "12:30:61Z", "12:30Z", "12:30:15.Z",
+          "12:30:15+24:00", "12:30:15+1:00", "12:30:15 Z"]),
+        ("ipv4", ["0.0.0.0", "255.255.255.255", "10.1.2.3"],
+         ["256.1.1.1", "1.2.3", "1.2.3.4.5", "01.2.3.4", "1.2.3.4 "]),
+    ],
+)  # fmt: skip
+def test_the_masks_and_the_judge_of_random_forms_agree_on_formats(accepts, name, good, bad):
+    asked = form("json", json.dumps({"type": "string", "format": name}))
+    for value in good:
+        assert accepts(asked, json.dumps(value)), value
+        judge(asked, json.dumps(value))
+    for value in bad:
+        assert not accepts(asked, json.dumps(value)), value
+        with pytest.raises(jsonschema.ValidationError, match=name):
+            judge(asked, json.dumps(value))
 
 
 @pytest.mark.parametrize(("kind", "text"), [("json", '{"$ref":"#"}'), ("grammar", "start: start")])
