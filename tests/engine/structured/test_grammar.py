@@ -319,6 +319,37 @@ def test_what_cannot_be_kept_is_refused_by_name(vocabulary, kind, text, message)
 
 
 @pytest.mark.parametrize(
+    ("required", "bound", "kept"),
+    [
+        (["a", "b"], {"maxProperties": 2}, True),
+        (["a", "b"], {"maxProperties": 3, "additionalProperties": True}, True),
+        (["a"], {"maxProperties": 2}, True),  # no output could exceed it
+        (["a"], {"maxProperties": 1}, False),
+        (["a"], {"maxProperties": 2, "additionalProperties": True}, False),
+        ([], {"minProperties": 1}, True),
+        ([], {"minProperties": 1, "additionalProperties": True}, False),
+        (["a"], {"minProperties": 1, "additionalProperties": True}, True),
+    ],
+)
+def test_a_number_of_properties_is_refused_where_an_optional_one_counts(
+    vocabulary, required, bound, kept
+):
+    """As docs/http.md says."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "required": required,
+        "additionalProperties": False,
+    }
+    translated = translate(form("json", json.dumps(schema | bound)))
+    if kept:
+        assert any(Grammar(vocabulary, translated).state().mask([]))
+        return
+    with pytest.raises(GrammarError, match="maxProperties only supported when all keys"):
+        Grammar(vocabulary, translated)
+
+
+@pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
         ("date", ["2024-02-29", "2023-02-29", "1999-12-31"],
