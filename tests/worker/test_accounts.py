@@ -19,6 +19,7 @@ from jobs.lifecycle import JobState
 from jobs.models import jobs
 from jobs.records import NewJob, WorkerInfo
 from tests.worker.test_ledger import FragileDatabase
+from worker.attempt import Phase
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.lease import LeaseKeeper
@@ -35,7 +36,7 @@ MAX_TOKENS = 60
 
 
 class Engine:
-    """Takes in what was sent before a step, like the real one, and then makes tokens."""
+    """What is sent comes in the midst of a step, whose tokens are made all the same."""
 
     pid, num_restarts, num_steps, failing = 7, 0, 0, False
 
@@ -47,13 +48,6 @@ class Engine:
 
     def step(self) -> Stepped:
         ended, deltas = [], []
-        commands = self.inbox.copy()
-        self.inbox.clear()
-        for command in commands:
-            if isinstance(command, Add):
-                self.running[command.key] = sum(map(len, command.generated))
-            elif isinstance(command, Abort) and command.key in self.running:
-                ended.append(self._ended(command.key, "abort"))
         for key in list(self.running):
             made = min(self._draw.randrange(4), MAX_TOKENS - self.running[key])
             self.running[key] += made
@@ -63,6 +57,13 @@ class Engine:
                 deltas.append(Delta(key, 0, [5] * made))
             if self.running[key] == MAX_TOKENS:
                 ended.append(self._ended(key, "length"))
+        commands = self.inbox.copy()
+        self.inbox.clear()
+        for command in commands:
+            if isinstance(command, Add):
+                self.running[command.key] = sum(map(len, command.generated))
+            elif isinstance(command, Abort) and command.key in self.running:
+                ended.append(self._ended(command.key, "abort"))
         self.num_steps += 1
         return Stepped(
             num_steps=self.num_steps, num_waiting=0, free_tokens=4096, deltas=deltas, ended=ended,
@@ -174,7 +175,10 @@ class World:
         self.draw.choice(self.deliveries).terminate()
 
     def limit(self) -> None:
-        delivery = self.draw.choice(self.deliveries[-4:])
+        running = self.dispatcher._book.open_in(Phase.RUNNING)
+        if not running:
+            return
+        delivery = self.draw.choice(running).delivery
         if self.draw.randrange(2):
             delivery.hard_limit_s = 0.0
         else:
@@ -242,6 +246,6 @@ def test_what_the_engine_generated_is_what_the_rows_say(database_url, tokenizer,
     for job_id, generated in world.engine.num_generated.items():
         row = accounts[job_id]
         told = row.completion_tokens + row.wasted_tokens + row.checkpoint_tokens
-        assert told == generated, (row.state, row.error, row.fence)
-    assert sum(world.engine.num_generated.values()) > 100
+        assert told == generated, (told - generated, row)
+    assert sum(world.engine.num_generated.values()) > 0
     world.close()
