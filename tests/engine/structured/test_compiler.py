@@ -200,12 +200,16 @@ def test_trials_run_at_a_lower_priority_and_are_few(compiler, monkeypatch):
         lowered = [nice for nice in nicenesses(compiler.trial_pid) if nice > own]
         seen.update(lowered)
         most = max(most, len(lowered))
-    assert {10, 15} <= seen <= {10, 15, 19}
+    # of a test that is at a lower priority itself, those are seen that are lower still
+    first, second, last = (max(own, each.niceness) for each in compiling.LIMITS)
+    assert {first, second} - {own} <= seen <= {first, second, last}
     assert most <= 4
     threads = [each for each in threading.enumerate() if each.name.startswith("grammar-")]
     assert threads
     for each in threads:
-        assert os.getpriority(os.PRIO_PROCESS, each.native_id) == compiling.BUILDING_NICENESS
+        assert os.getpriority(os.PRIO_PROCESS, each.native_id) == max(
+            own, compiling.BUILDING_NICENESS
+        )
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
