@@ -25,14 +25,17 @@ WATCH_PAUSE_S = 0.2
     "--data-dir", help="Folder for everything that is kept (TOKENMILL_DATA_DIR; .tokenmill)."
 )
 @click.option(
-    "--model", help="What to serve: NAME or NAME=FOLDER, comma separated (TOKENMILL_MODELS)."
+    "--model",
+    "models",
+    multiple=True,
+    help="What to serve: NAME or NAME=FOLDER, comma separated or given again (TOKENMILL_MODELS).",
 )
 @click.option("--log-dir", type=click.Path(path_type=Path), help="Log to files there.")
 def up(
     host: str | None,
     port: int | None,
     data_dir: str | None,
-    model: str | None,
+    models: tuple[str, ...],
     log_dir: Path | None,
 ) -> None:
     """Run the whole service on this machine until SIGINT or SIGTERM.
@@ -41,7 +44,7 @@ def up(
     At the end workers finish what they can in TOKENMILL_DRAIN_GRACE_S seconds and hand back the
     rest; a second signal makes them hand back at once.
     """
-    environ = environment(host=host, port=port, data_dir=data_dir, models=model)
+    environ = environment(host=host, port=port, data_dir=data_dir, models=",".join(models) or None)
     settings = settings_of(environ)
     console = Console(stderr=True)
     if not is_loopback(settings.host):

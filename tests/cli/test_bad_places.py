@@ -150,6 +150,17 @@ def test_a_database_that_cannot_be_is_a_bad_setting(tokenmill, monkeypatch, url)
     said_in_one_line(stderr, "DATABASE_URL must")
 
 
+@pytest.mark.parametrize("away_first", [True, False])
+def test_a_model_asked_for_before_or_after_another_has_to_be_there(
+    tokenmill, tmp_path, tiny_llama_dir, away_first
+):
+    models = [("--model", f"away={tmp_path / 'away'}"), ("--model", f"tiny={tiny_llama_dir}")]
+    first, second = models if away_first else models[::-1]
+    status, stderr = tokenmill("up", "--port", "0", *first, *second)
+    assert status == 1
+    said_in_one_line(stderr, f"model away: no checkpoint in {tmp_path / 'away'}")
+
+
 def test_a_redis_that_is_away_is_said_at_once(tokenmill, monkeypatch, tiny_llama_dir):
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:9/0")
     status, stderr = tokenmill("up", "--port", "0", "--model", f"tiny={tiny_llama_dir}")
@@ -164,6 +175,7 @@ def test_a_redis_that_is_away_is_said_at_once(tokenmill, monkeypatch, tiny_llama
         (("up", "--port", "-1"), "TOKENMILL_PORT must be in [0, 65535]"),
         (("api", "--port", "99999"), "TOKENMILL_PORT must be in [0, 65535]"),
         (("up", "--model", "../x"), "TOKENMILL_MODELS"),
+        (("up", "--model", "a,b", "--model", "a"), "different models, got ['a', 'b', 'a']"),
         (("up", "--data-dir", "a?b"), "TOKENMILL_DATA_DIR must not contain '?'"),
         (("worker", "--concurrency", "0"), "TOKENMILL_MAX_NUM_SEQS"),
     ],
