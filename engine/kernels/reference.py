@@ -236,3 +236,40 @@ def silu_mul(
     """silu(gate) × up: the gated half of a SwiGLU layer (Shazeer 2020)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_mul(
+    gate_up: Tensor,  # [T, 2 × D] gate, then up
+) -> Tensor:  # [T, D]
+    """gelu(gate) × up, GELU by its tanh approximation (Hendrycks and Gimpel 2016): Gemma's gate."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def moe(
+    x: Tensor,  # [T, hidden]
+    router_logits: Tensor,  # [T, num_experts]
+    gate_up: Tensor,  # [num_experts, 2 × D, hidden] gate, then up
+    down: Tensor,  # [num_experts, hidden, D]
+    num_per_token: int,
+    normalized: bool,  # the weights of a token's experts are divided by their sum
+) -> Tensor:  # [T, hidden]
+    """Each token through the SwiGLU layers that its router gives most weight, summed by weight.
+
+    Weights are a softmax over all experts. A token's products are in x's type, as `Linear`'s are;
+    their sum is in float32. Source: Shazeer et al. 2017, with the softmax before the choice.
+    """
+    weights, experts = router_logits.float().softmax(-1).topk(num_per_token, dim=-1)
+    if normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
+    # pairs of token and expert, all of one expert side by side
+    pairs_of = torch.split(experts.flatten().argsort(stable=True), counts)
+    parts = x.new_empty((experts.numel(), x.shape[1]), dtype=torch.float32)
+    for expert, pairs in enumerate(pairs_of):
+        if len(pairs):
+            gated = silu_mul(F.linear(x[pairs // num_per_token], gate_up[expert]))
+            parts[pairs] = F.linear(gated, down[expert]).float()
+    # by token again: in the order of its weights, whatever the experts of others are
+    parts = parts.view(*experts.shape, x.shape[1])
+    return (parts * weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -45,6 +45,8 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rotary_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     silu_mul: Callable[[Tensor], Tensor]
+    gelu_mul: Callable[[Tensor], Tensor]
+    moe: Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 
 
 REFERENCE = Kernels(
@@ -55,6 +57,8 @@ REFERENCE = Kernels(
     add_rms_norm=reference.add_rms_norm,
     rotary_store_kv=reference.rotary_store_kv,
     silu_mul=reference.silu_mul,
+    gelu_mul=reference.gelu_mul,
+    moe=reference.moe,
 )
 
 

@@ -21,7 +21,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Grouped-query attention; the norms of query and key are Qwen3's, the window Mistral's."""
+    """Grouped-query attention; norms of query and key as in Qwen3, the window Mistral's."""
 
     qkv: Linear  # rows: query heads, key heads, value heads
     out: Linear
@@ -31,6 +31,7 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     rotary_dim: int  # the first part of each head, which is turned
+    scale: float  # of the scores
     sliding_window: int | None
     kernels: Kernels
 
@@ -54,7 +55,7 @@ class Attention:
             metadata.block_tables,
             metadata.cu_query_lens,
             metadata.seq_lens,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             sliding_window=self.sliding_window,
         )
         return self.out(attended.flatten(1))

@@ -1,4 +1,6 @@
-"""The gated feed-forward layer (SwiGLU)."""
+"""The gated feed-forward layer (SwiGLU, and Gemma's with GELU), and a choice of many such."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -7,15 +9,49 @@ from engine.layers.linear import Linear
 
 
 class GatedMLP:
-    """down(silu(gate(x)) × up(x)), gate and up in one product."""
+    """down(activation(gate(x)) × up(x)), gate and up in one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        gate_up: Linear,
+        down: Linear,
+        activate: Callable[[Tensor], Tensor],  # silu_mul or gelu_mul
+    ) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.activate = activate
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, hidden]
+    ) -> Tensor:  # [T, hidden]
+        return self.down(self.activate(self.gate_up(x)))
+
+
+class Experts:
+    """Some of many gated layers for each token, chosen by a router."""
+
+    def __init__(
+        self,
+        router: Linear,
+        gate_up: Tensor,  # [num_experts, 2 × D, hidden]
+        down: Tensor,  # [num_experts, hidden, D]
+        *,
+        num_per_token: int,
+        normalized: bool,
+        kernels: Kernels,
+    ) -> None:
+        self.router = router
+        self.gate_up = gate_up
+        self.down = down
+        self.num_per_token = num_per_token
+        self.normalized = normalized
         self.kernels = kernels
 
     def __call__(
         self,
         x: Tensor,  # [T, hidden]
     ) -> Tensor:  # [T, hidden]
-        return self.down(self.kernels.silu_mul(self.gate_up(x)))
+        return self.kernels.moe(
+            x, self.router(x), self.gate_up, self.down, self.num_per_token, self.normalized
+        )

@@ -4,6 +4,7 @@ Tier 1 is this project's own lean decoder. What it does not express, tier 2 runs
 wrote it, with attention and the KV cache of this engine. docs/models.md lists both.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from engine.models.decoder import Decoder
 from engine.models.packing import Packing
 from engine.models.settings import DecoderSettings
 from engine.weights import Checkpoint, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -59,13 +62,16 @@ def load_model(
     try:
         settings = DecoderSettings.from_config(checkpoint.config)
     except UnsupportedModelError as tier_1:
+        _check_unpacked(packing, "transformers computes the model")
         from engine.models.hf_decoder import HFDecoder
 
         try:
             return HFDecoder(checkpoint, dtype=dtype, device=device, kernels=kernels)
         except UnsupportedModelError as tier_2:
             raise tier_2 from tier_1
-    if packing is not None:
+    if settings.experts is not None:
+        _check_unpacked(packing, "they have no experts")
+    elif packing is not None:
         # Numba takes a second to import, and a GPU does without
         from engine.models.packed_decoder import PackedDecoder
 
@@ -78,3 +84,12 @@ def load_model(
             kv_dtype=packing.kv_dtype,
         )
     return Decoder(checkpoint, settings, dtype=dtype, device=device, kernels=kernels)
+
+
+def _check_unpacked(packing: Packing | None, reason: str) -> None:
+    """Say that a model is not packed where others are; refuse what only packed ones have."""
+    if packing is None:
+        return
+    if packing.weight_dtype == torch.int8:
+        raise UnsupportedModelError(f"quantization int8 needs compiled CPU kernels: {reason}")
+    logger.warning("slow kernels in use, no compiled ones: %s", reason)

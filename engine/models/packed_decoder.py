@@ -26,8 +26,15 @@ from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
 from engine.kv_cache import KVCache, KVCacheShape, LayerShape
 from engine.layers.attention import AttentionMetadata
-from engine.layers.rotary import RotaryEmbedding
-from engine.models.decoder import IGNORED, IGNORED_WHEN_TIED, DecoderLayer, DecoderLoader
+from engine.layers.mlp import GatedMLP
+from engine.models.decoder import (
+    IGNORED,
+    IGNORED_WHEN_TIED,
+    DecoderLayer,
+    DecoderLoader,
+    capped,
+    rotary_embeddings,
+)
 from engine.models.settings import DecoderSettings
 from engine.weights import Checkpoint
 
@@ -51,10 +58,11 @@ class PackedDecoder:
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
         assert block_size % PANEL == 0
+        assert settings.experts is None, "not computed here"
         s = settings
         self.vocab_size = s.vocab_size
         self.max_position_embeddings = s.max_position_embeddings
-        self.rotary = RotaryEmbedding(s.rotary_dim, s.rope_theta, s.rope_scaling, CPU)
+        self.rotary, self.local_rotary = rotary_embeddings(s, CPU)
         self.kv_layers = (
             LayerShape(num_kv_heads=s.num_kv_heads, head_dim=padded(s.head_dim)),
         ) * s.num_layers
@@ -73,7 +81,7 @@ class PackedDecoder:
         self._held: list[Tensor] = []  # what addresses point to
         self._layers = np.zeros((s.num_layers, stack.NUM_COLUMNS), np.int64)
         self._table = np.zeros(step.TABLE_SIZE, np.int64)
-        self._numbers = np.array([s.rms_norm_eps, s.head_dim**-0.5], np.float32)
+        self._numbers = np.array([s.rms_norm_eps, s.attention_scale, s.embedding_scale], np.float32)
         self._fill_table()
         loader = DecoderLoader(checkpoint, s, torch.float32, CPU, REFERENCE)
         self._pack_all(loader)
@@ -112,6 +120,7 @@ class PackedDecoder:
             "num_kv_heads": s.num_kv_heads,
             "head_dim": s.head_dim,
             "vocab_size": s.vocab_size,
+            "activation": s.activation,
             "sliding_window": min(filter(None, s.sliding_windows), default=0),
         }
 
@@ -128,12 +137,16 @@ class PackedDecoder:
             self._make_buffers(len(token_ids))
         for row, cache in zip(self._layers, kv_caches, strict=True):
             row[stack.KV_CACHE] = cache.data_ptr()
-        cos, sin = self.rotary(positions)
+        cos, sin = local_cos, local_sin = self.rotary(positions)
+        if self.local_rotary is not self.rotary:
+            local_cos, local_sin = self.local_rotary(positions)
         cu_query_lens, seq_lens = metadata.cu_query_lens.long(), metadata.seq_lens.long()
         tensors = {
             step.IDS: token_ids,
             step.COS: cos,
             step.SIN: sin,
+            step.LOCAL_COS: local_cos,
+            step.LOCAL_SIN: local_sin,
             step.SLOT_MAPPING: metadata.slot_mapping,
             step.WANTED: logit_rows,
             step.BLOCK_TABLES: metadata.block_tables.long(),
@@ -156,7 +169,7 @@ class PackedDecoder:
         self._put_plan(plan)
         numba.set_num_threads(self._num_workers)  # of the calling thread
         step.run_step(table)
-        return tensors[step.LOGITS][:, : self.vocab_size]
+        return capped(tensors[step.LOGITS][:, : self.vocab_size], self._settings.logit_softcap)
 
     def _put_plan(self, plan: Plan) -> None:
         table = self._table
@@ -179,12 +192,13 @@ class PackedDecoder:
         """What is the same in every step."""
         s, attention, table = self._settings, self._attention, self._table
         weights = stored_as(self.weight_dtype, in_pairs=self._in_pairs)
+        gelu = s.activation == "gelu"
         width = max(attention.num_heads * attention.head_dim, padded(s.hidden_size))
         width = max(width, padded(s.intermediate_size))
         for column, number in {
             step.LAYERS: self._layers.ctypes.data,
             step.NUM_LAYERS: s.num_layers,
-            step.EPS_AND_SCALE: self._numbers.ctypes.data,
+            step.NUMBERS: self._numbers.ctypes.data,
             step.HIDDEN_SIZE: s.hidden_size,
             step.MODEL_HEAD_DIM: s.head_dim,
             step.WEIGHT_KIND: weights.kind,
@@ -192,6 +206,8 @@ class PackedDecoder:
             step.ROTARY_HALF: s.rotary_dim // 2,
             step.HIDDEN_WIDTH: padded(s.hidden_size),
             step.GATED_WIDTH: padded(s.intermediate_size),
+            step.GATE_UP_WIDTH: padded(s.intermediate_size) * (2 if gelu else 1),
+            step.GELU: gelu,
             step.QUANTIZED_WIDTH: self._rounded_words(width),
             step.VOCAB_WIDTH: padded(s.vocab_size),
             step.NUM_HEADS: attention.num_heads,
@@ -217,7 +233,7 @@ class PackedDecoder:
                 step.HEADS: num_parts * attention.head_dim,
                 step.ATTENDED: attention.num_heads * attention.head_dim,
                 # a panel more: rows a large power of two apart would meet in few lines of a cache
-                step.GATED: table[step.GATED_WIDTH] + PANEL,
+                step.GATED: table[step.GATE_UP_WIDTH] + PANEL,
                 step.QUANTIZED: table[step.QUANTIZED_WIDTH],
             }.items()
         }
@@ -262,9 +278,13 @@ class PackedDecoder:
     def _pack_layer(self, layer: DecoderLayer, row: np.ndarray) -> None:
         s = self._settings
         attention, mlp = layer.attention, layer.mlp
+        assert isinstance(mlp, GatedMLP)
         head_dim, hidden_size = padded(s.head_dim), padded(s.hidden_size)
         row[stack.ATTENTION_NORM] = self._keep(layer.attention_norm.weight)
         row[stack.MLP_NORM] = self._keep(layer.mlp_norm.weight)
+        if layer.attention_out_norm is not None and layer.mlp_out_norm is not None:
+            row[stack.ATTENTION_OUT_NORM] = self._keep(layer.attention_out_norm.weight)
+            row[stack.MLP_OUT_NORM] = self._keep(layer.mlp_out_norm.weight)
         if attention.query_norm is not None and attention.key_norm is not None:
             row[stack.QUERY_NORM] = self._keep(attention.query_norm.weight)
             row[stack.KEY_NORM] = self._keep(attention.key_norm.weight)

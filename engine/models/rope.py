@@ -6,9 +6,10 @@ compute, is refused by name.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.checkpoint_files import shown
 from engine.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -41,8 +42,37 @@ class RopeSettings:
     longest: int  # tokens of a sequence whose cached keys stay right as it grows
 
 
-def read_rope(config: Mapping[str, Any], family: str) -> RopeSettings:
-    """Raises UnsupportedModelError or MalformedCheckpointError."""
+def read_ropes(config: Mapping[str, Any], family: str) -> tuple[RopeSettings, RopeSettings]:
+    """Of layers without a window, and of those with one: two in Gemma 3 alone.
+
+    Raises UnsupportedModelError or MalformedCheckpointError.
+    """
+    if family != "gemma3_text":
+        rope = _rope(config, family)
+        return rope, rope
+    given = config.get("rope_parameters") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(given, dict) or not given.keys() <= {*kinds}:
+        raise UnsupportedModelError(
+            f"rope_parameters must be of {' and '.join(kinds)}, got {shown(given)}"
+        )
+    both = {
+        name: config[name] for name in ("max_position_embeddings", OLD_CONTEXT) if name in config
+    }
+    both.setdefault("max_position_embeddings", 131072)
+    # of Gemma 3 the older key goes before the newer one
+    new, old = given.get("full_attention"), config.get("rope_scaling")
+    whole = {"rope_theta": config.get("rope_theta", 1e6), "rope_scaling": new}
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    ropes = (
+        _rope(both | whole | {"rope_parameters": old}, family),
+        _rope(both | local | {"rope_parameters": given.get("sliding_attention")}, family),
+    )
+    longest = min(rope.longest for rope in ropes)
+    return replace(ropes[0], longest=longest), replace(ropes[1], longest=longest)
+
+
+def _rope(config: Mapping[str, Any], family: str) -> RopeSettings:
     read = _gathered(config)
     partial = positive(read, "partial_rotary_factor", 1.0)
     if partial != 1.0 and (family != "phi3" or partial > 1.0):

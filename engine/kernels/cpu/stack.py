@@ -16,14 +16,14 @@ from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_b
 from engine.kernels.cpu.norms import norm_row
 from engine.kernels.cpu.pairs import pair_row
 from engine.kernels.cpu.quantize import quantize_row, weight_at
-from engine.kernels.cpu.vectors import load_number
+from engine.kernels.cpu.vectors import gelu_mul_panels, load_number
 from engine.kernels.cpu.workers import share, wait_for_all
 
 # columns of a layer's row: addresses of its tensors (0: it has none), and its window (0: none)
 (
-    ATTENTION_NORM, QKV, QKV_BIAS, QUERY_NORM, KEY_NORM, OUT, OUT_BIAS,
-    MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, KV_CACHE, WINDOW, NUM_COLUMNS,
-) = range(15)  # fmt: skip
+    ATTENTION_NORM, QKV, QKV_BIAS, QUERY_NORM, KEY_NORM, OUT, OUT_BIAS, ATTENTION_OUT_NORM,
+    MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, MLP_OUT_NORM, KV_CACHE, WINDOW, NUM_COLUMNS,
+) = range(17)  # fmt: skip
 
 
 class StackShape(NamedTuple):
@@ -34,6 +34,8 @@ class StackShape(NamedTuple):
     weights: Weights
     eps: np.float32
     scale: np.float32  # of attention scores
+    embedding_scale: np.float32
+    gelu: int  # 1: the gate is Gemma's
 
 
 class Ends(NamedTuple):
@@ -50,6 +52,8 @@ class Tokens(NamedTuple):
     ids: np.ndarray  # [T] int64
     cos: np.ndarray  # [T, rotary_dim // 2] float32
     sin: np.ndarray  # [T, rotary_dim // 2] float32
+    local_cos: np.ndarray  # the same, of layers with a window
+    local_sin: np.ndarray
     slot_mapping: np.ndarray  # [T] int64
     wanted: np.ndarray  # [R] int64: those whose logits are wanted, in any order
 
@@ -61,7 +65,8 @@ class Buffers(NamedTuple):
     hidden: np.ndarray  # [T, hidden]
     heads: np.ndarray  # [T, H + 2 × H_kv, D] queries, keys, values
     attended: np.ndarray  # [T, H, D]
-    gated: np.ndarray  # [T, intermediate], rows further apart
+    gated: np.ndarray  # [T, intermediate], rows further apart: the first part of gate_up
+    gate_up: np.ndarray  # [T, 2 × intermediate], of a gate that is made in a pass of its own
     quantized: np.ndarray  # [T, quantized_words(largest input)], where inputs are rounded
     tiles: np.ndarray  # [num_workers, ROWS_TOGETHER, 2, 16] gate and up of one panel
     flat_heads: np.ndarray  # heads again, [T, (H + 2 × H_kv) × D]
@@ -93,8 +98,8 @@ def place_token(heads, cos, sin, slot, layer, size, eps, shape):
 
 
 @njit(nogil=True, cache=True)
-def embed_token(token_id, table, out, size, kind):
-    """A row of a packed [vocab, hidden] table."""
+def embed_token(token_id, table, scale, out, size, kind):
+    """A row of a packed [vocab, hidden] table, times a scale."""
     panel = table + token_id // PANEL * panel_bytes(size, kind)
     lane = token_id % PANEL
     if kind == FLOAT32:
@@ -112,6 +117,8 @@ def embed_token(token_id, table, out, size, kind):
     else:
         for i in range(size):
             out[i] = weight_at(panel, lane, i)
+    for i in range(size):
+        out[i] *= scale
 
 
 @njit(nogil=True, cache=True)
@@ -130,6 +137,18 @@ def norm_share(weight, buffers, num_rows, shape, crew):
     for t in range(low, high):
         norm_row(buffers.residual[t], weight, shape.eps, buffers.hidden[t], shape.hidden_size)
         round_row(buffers.hidden[t], shape.hidden_size, buffers.quantized[t], shape.weights.kind)
+
+
+@njit(nogil=True, cache=True)
+def join_share(weight, buffers, num_rows, shape, crew):
+    """One worker's rows of what a half has made: normed, and added to the stream."""
+    size = shape.hidden_size
+    low, high = share(num_rows, crew)
+    for t in range(low, high):
+        made, residual = buffers.hidden[t], buffers.residual[t]
+        norm_row(made, weight, shape.eps, made, size)
+        for i in range(size):
+            residual[i] += made[i]
 
 
 @njit(nogil=True, cache=True)
@@ -164,11 +183,14 @@ def attention_half(layer, tokens, sequences, shape, attention, buffers, plan, cu
         shape.hidden_size, shape.weights, crew,
     )  # fmt: skip
     wait_for_all(crew, phase + 1)
+    cos, sin = tokens.cos, tokens.sin
+    if layer[WINDOW] > 0:
+        cos, sin = tokens.local_cos, tokens.local_sin
     low, high = share(num_tokens, crew)
     for t in range(low, high):
         place_token(
-            heads[t], tokens.cos[t], tokens.sin[t], tokens.slot_mapping[t], layer, shape.head_dim,
-            shape.eps, attention,
+            heads[t], cos[t], sin[t], tokens.slot_mapping[t], layer, shape.head_dim, shape.eps,
+            attention,
         )  # fmt: skip
     wait_for_all(crew, phase + 2)
     scores = Scores(shape.scale, layer[WINDOW], np.float32(0.0), np.empty(0, np.float32))
@@ -181,36 +203,59 @@ def attention_half(layer, tokens, sequences, shape, attention, buffers, plan, cu
 
 
 @njit(nogil=True, cache=True)
+def join(rows, weight, bias, norm, num_rows, shape, buffers, crew, phase):
+    """Project rows back and add them to the stream, normed where a norm is; the next phase.
+
+    The next norm is of the same rows by the same workers: it need not wait for the last addition.
+    """
+    left, phase = left_side(rows, num_rows, buffers, shape, crew, phase)
+    made = buffers.residual if norm == 0 else buffers.hidden
+    multiply(left, weight, bias, made, norm == 0, num_rows, rows.shape[1], shape.weights, crew)
+    wait_for_all(crew, phase)
+    if norm != 0:
+        join_share(norm, buffers, num_rows, shape, crew)
+    return phase + 1
+
+
+@njit(nogil=True, cache=True)
+def gate(layer, num_rows, shape, buffers, crew, phase):
+    """Make the gated rows; returns the next phase."""
+    left, size = normed(buffers, shape), shape.hidden_size
+    if shape.gelu == 0:
+        multiply_gated(
+            left, layer[GATE_UP], layer[GATE_UP_BIAS], buffers.gated, buffers.tiles, num_rows,
+            size, shape.weights, crew,
+        )  # fmt: skip
+        wait_for_all(crew, phase)
+        return phase + 1
+    multiply(
+        left, layer[GATE_UP], layer[GATE_UP_BIAS], buffers.gate_up, False, num_rows, size,
+        shape.weights, crew,
+    )  # fmt: skip
+    wait_for_all(crew, phase)
+    width = buffers.gated.shape[1]
+    low, high = share(num_rows, crew)
+    for t in range(low, high):
+        row = buffers.gate_up[t].ctypes.data
+        gelu_mul_panels(row, row + 4 * width, row, width // PANEL)
+    wait_for_all(crew, phase + 1)
+    return phase + 2
+
+
+@njit(nogil=True, cache=True)
 def feed_forward_half(layer, num_rows, shape, buffers, crew, phase):
     """Project what was attended to, norm, gate and project back; returns the next phase."""
-    weights, residual, attended = shape.weights, buffers.residual, buffers.flat_attended
-    left, phase = left_side(attended, num_rows, buffers, shape, crew, phase)
-    multiply(
-        left,
-        layer[OUT],
-        layer[OUT_BIAS],
-        residual,
-        True,
-        num_rows,
-        attended.shape[1],
-        weights,
-        crew,
-    )
-    wait_for_all(crew, phase)
+    phase = join(
+        buffers.flat_attended, layer[OUT], layer[OUT_BIAS], layer[ATTENTION_OUT_NORM], num_rows,
+        shape, buffers, crew, phase,
+    )  # fmt: skip
     norm_share(layer[MLP_NORM], buffers, num_rows, shape, crew)
-    wait_for_all(crew, phase + 1)
-    multiply_gated(
-        normed(buffers, shape), layer[GATE_UP], layer[GATE_UP_BIAS], buffers.gated, buffers.tiles,
-        num_rows, shape.hidden_size, weights, crew,
-    )  # fmt: skip
-    wait_for_all(crew, phase + 2)
-    left, phase = left_side(buffers.gated, num_rows, buffers, shape, crew, phase + 3)
-    multiply(
-        left, layer[DOWN], layer[DOWN_BIAS], residual, True, num_rows, buffers.gated.shape[1],
-        weights, crew,
-    )  # fmt: skip
     wait_for_all(crew, phase)
-    return phase + 1
+    phase = gate(layer, num_rows, shape, buffers, crew, phase + 1)
+    return join(
+        buffers.gated, layer[DOWN], layer[DOWN_BIAS], layer[MLP_OUT_NORM], num_rows, shape,
+        buffers, crew, phase,
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -243,7 +288,10 @@ def run_layers(
     num_rows = len(tokens.ids)
     low, high = share(num_rows, crew)
     for t in range(low, high):
-        embed_token(tokens.ids[t], ends.embedding, buffers.residual[t], size, weights.kind)
+        embed_token(
+            tokens.ids[t], ends.embedding, shape.embedding_scale, buffers.residual[t], size,
+            weights.kind,
+        )  # fmt: skip
     phase = 0
     for i in range(len(layers)):
         phase = attention_half(

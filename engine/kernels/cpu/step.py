@@ -23,18 +23,18 @@ from engine.kernels.cpu.stack import NUM_COLUMNS, Buffers, Ends, StackShape, Tok
 from engine.kernels.cpu.vectors import as_floats, as_integers
 from engine.kernels.cpu.workers import FAILED, Crew, fetch_add, run_by_all
 
-# columns of the table: addresses of arrays, of two numbers, of weights; then sizes
+# columns of the table: addresses of arrays, of three numbers, of weights; then sizes
 (
-    LAYERS, IDS, COS, SIN, SLOT_MAPPING, WANTED, BLOCK_TABLES, CU_QUERY_LENS, SEQ_LENS,
-    RESIDUAL, HIDDEN, HEADS, ATTENDED, GATED, QUANTIZED, TILES,
+    LAYERS, IDS, COS, SIN, LOCAL_COS, LOCAL_SIN, SLOT_MAPPING, WANTED, BLOCK_TABLES,
+    CU_QUERY_LENS, SEQ_LENS, RESIDUAL, HIDDEN, HEADS, ATTENDED, GATED, QUANTIZED, TILES,
     ORDER, ITEMS, MERGES, PIECES, PARTIALS, SCRATCH, PLACES, PANELS, CURSORS, MEETING, LOGITS,
-    EPS_AND_SCALE, EMBEDDING, NORM, LM_HEAD,
+    NUMBERS, EMBEDDING, NORM, LM_HEAD,
     NUM_WORKERS, NUM_LAYERS, NUM_TOKENS, NUM_WANTED, NUM_SEQUENCES, MAX_BLOCKS, NUM_ITEMS,
     NUM_MERGES, NUM_PIECES, NUM_PARTIALS, SCRATCH_SIZE, HIDDEN_SIZE, MODEL_HEAD_DIM, WEIGHT_KIND,
-    PRODUCT,
-    ROTARY_HALF, HIDDEN_WIDTH, GATED_WIDTH, QUANTIZED_WIDTH, VOCAB_WIDTH,
+    PRODUCT, GELU,
+    ROTARY_HALF, HIDDEN_WIDTH, GATED_WIDTH, GATE_UP_WIDTH, QUANTIZED_WIDTH, VOCAB_WIDTH,
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_KIND, KV_BYTES, ATTEND_TILE, TABLE_SIZE,
-) = range(59)  # fmt: skip
+) = range(63)  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -61,12 +61,14 @@ def integers_2d(address, num_rows, num_columns):
 def buffers_of(t):
     rows, dim = t[NUM_TOKENS], t[HEAD_DIM]
     num_parts = t[NUM_HEADS] + 2 * t[NUM_KV_HEADS]
+    gate_up = floats(t[GATED], rows, t[GATE_UP_WIDTH] + PANEL)[:, : t[GATE_UP_WIDTH]]
     return Buffers(
         floats(t[RESIDUAL], rows, t[HIDDEN_WIDTH]),
         floats(t[HIDDEN], rows, t[HIDDEN_WIDTH]),
         floats_3d(t[HEADS], rows, num_parts, dim),
         floats_3d(t[ATTENDED], rows, t[NUM_HEADS], dim),
-        floats(t[GATED], rows, t[GATED_WIDTH] + PANEL)[:, : t[GATED_WIDTH]],
+        gate_up[:, : t[GATED_WIDTH]],
+        gate_up,
         floats(t[QUANTIZED], rows, t[QUANTIZED_WIDTH]),
         carray(as_floats(t[TILES]), (t[NUM_WORKERS], ROWS_TOGETHER, 2, PANEL)),
         floats(t[HEADS], rows, num_parts * dim),
@@ -95,7 +97,7 @@ class KernelError(RuntimeError):
 @njit(nogil=True, cache=True)
 def run_part(t, worker):
     """One worker's part of a step."""
-    numbers = carray(as_floats(t[EPS_AND_SCALE]), (2,))
+    numbers = carray(as_floats(t[NUMBERS]), (3,))
     num_tokens, num_sequences = t[NUM_TOKENS], t[NUM_SEQUENCES]
     run_layers(
         integers_2d(t[LAYERS], t[NUM_LAYERS], NUM_COLUMNS),
@@ -104,6 +106,8 @@ def run_part(t, worker):
             integers(t[IDS], num_tokens),
             floats(t[COS], num_tokens, t[ROTARY_HALF]),
             floats(t[SIN], num_tokens, t[ROTARY_HALF]),
+            floats(t[LOCAL_COS], num_tokens, t[ROTARY_HALF]),
+            floats(t[LOCAL_SIN], num_tokens, t[ROTARY_HALF]),
             integers(t[SLOT_MAPPING], num_tokens),
             integers(t[WANTED], t[NUM_WANTED]),
         ),
@@ -114,7 +118,7 @@ def run_part(t, worker):
         ),
         StackShape(
             t[HIDDEN_SIZE], t[MODEL_HEAD_DIM], Weights(t[WEIGHT_KIND], t[PRODUCT]), numbers[0],
-            numbers[1],
+            numbers[1], numbers[2], t[GELU],
         ),
         AttentionShape(
             t[NUM_HEADS], t[NUM_KV_HEADS], t[HEAD_DIM], t[BLOCK_SIZE], t[KV_KIND], t[KV_BYTES],

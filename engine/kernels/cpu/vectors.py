@@ -169,6 +169,36 @@ def silu_mul_panel(
 
 
 @intrinsic
+def gelu_mul_panels(
+    context: Any,
+    gate: Any,  # address of float32 [16 × num_panels]
+    up: Any,  # address of as many
+    out: Any,  # address of as many, changed; may be gate
+    num_panels: Any,
+) -> Any:
+    """gelu(gate) × up, by tanh: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y))."""
+    signature = types.void(*(types.int64,) * 4)
+
+    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
+        gate, up, out, num_panels = args
+        ones = splat(build, F32(1.0))
+        minus_two, cubic = splat(build, F32(-1.5957691216057308)), splat(build, F32(0.044715))
+
+        def gate_vector(at: Any) -> None:
+            x = load(build, build.add(gate, at), FLOAT32)
+            inner = fma(build, build.fmul(build.fmul(x, x), x), cubic, x)
+            power = exponential(build, build.fmul(inner, minus_two))
+            gated = build.fdiv(x, build.fadd(ones, power))
+            gated = build.fmul(gated, load(build, build.add(up, at), FLOAT32))
+            store(build, gated, build.add(out, at))
+
+        _for_each_vector(build, build.mul(num_panels, I64(PANEL)), gate_vector)
+        return _context.get_dummy_value()
+
+    return signature, emit
+
+
+@intrinsic
 def weigh_row(
     context: Any,
     source: Any,  # address of float32 [count]

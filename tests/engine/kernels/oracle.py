@@ -59,6 +59,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return gate / (1 + (-gate).exp()) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return gate * (1 + inner.tanh()) / 2 * up
+
+
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    num_per_token: int,
+    normalized: bool,
+) -> Tensor:
+    """Token by token, and its experts one by one."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for made, token, logits in zip(out, x.double(), router_logits.double(), strict=True):
+        weights = logits.exp() / logits.exp().sum()
+        chosen = weights.argsort(descending=True)[:num_per_token]
+        whole = weights[chosen].sum() if normalized else 1.0
+        for e in chosen:
+            gated = silu_mul((gate_up[e].double() @ token).unsqueeze(0)).squeeze(0)
+            made += weights[e] / whole * (down[e].double() @ gated)
+    return out
+
+
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """One rounding of the result, and float32 sums before it."""
     rounding = torch.finfo(dtype).eps / 2

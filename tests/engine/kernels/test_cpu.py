@@ -16,6 +16,7 @@ from engine.kernels.cpu.matmul import (
 from engine.kernels.cpu.norms import norm_row
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.tiles_int8 import GROUP_WORDS
+from engine.kernels.cpu.vectors import gelu_mul_panels
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
 from tests.engine.kernels import oracle
 from tests.engine.kernels.attention_case import WORKERS, Case
@@ -146,6 +147,23 @@ def test_gated_products_equal_float64(draw):
     expected = oracle.silu_mul(x.double() @ weight.double().T + bias.double())
     torch.testing.assert_close(out[1:].double(), expected[1:], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(out[:1].double(), expected[:1], atol=0.1, rtol=1e-3)
+
+
+@numba.njit
+def _gelu(gate, up, out):
+    gelu_mul_panels(gate.ctypes.data, up.ctypes.data, out.ctypes.data, len(gate) // 16)
+
+
+def test_a_gelu_gate_equals_float64_far_out_too_and_hides_no_nan(draw):
+    x = torch.randn(2, 160) * 4
+    x[0, 80:] = torch.tensor([-1e30, -200, 0, 200, 1e30]).repeat(16)
+    expected = oracle.gelu_mul(x.view(1, -1)).squeeze(0)
+    gate, up = x.numpy()
+    _gelu(gate, up, gate)  # in place, as in a step
+    torch.testing.assert_close(torch.from_numpy(gate).double(), expected, atol=1e-5, rtol=2e-6)
+    gate[3] = np.nan
+    _gelu(gate, up, gate)
+    assert np.isnan(gate[3])
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 65, 130, 576])

@@ -214,9 +214,34 @@ def test_queries_are_turned_in_place_and_keys_on_their_way_to_their_slots(
     assert torch.equal(value, rest[1])
 
 
-def test_silu_mul_equals_float64(kernels, device, dtype, draw):
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gates_equal_float64(kernels, device, dtype, draw, name):
     gate_up = normal(draw.randint(1, 30), 2 * draw.randint(1, 700), dtype=dtype, device=device)
-    found = kernels.silu_mul(gate_up * 4)
+    found = getattr(kernels, name)(gate_up * 4)
     assert found.dtype == dtype
-    expected = oracle.silu_mul(gate_up.cpu() * 4)
+    expected = getattr(oracle, name)(gate_up.cpu() * 4)
     torch.testing.assert_close(found.cpu().double(), expected, **oracle.tolerance(dtype))
+
+
+def test_experts_equal_float64_token_by_token(kernels, device, dtype, draw):
+    num_tokens, hidden, width = draw.randint(0, 30), draw.randint(1, 60), draw.randint(1, 50)
+    num_experts = draw.randint(1, 9)
+    sizes = ((num_tokens, hidden), (num_experts, 2 * width, hidden), (num_experts, hidden, width))
+    x, gate_up, down = (normal(*size, dtype=dtype, device=device) for size in sizes)
+    # apart by more than float32's rounding, so that the choice is sure
+    logits = torch.stack([torch.randperm(num_experts) / 2 for _ in range(num_tokens + 1)])[1:]
+    given = (
+        x,
+        logits.to(device, dtype),
+        gate_up / hidden**0.5,
+        down / width**0.5,
+        draw.randint(1, num_experts),
+        draw.choice((False, True)),
+    )
+    found = kernels.moe(*given)
+    assert found.dtype == dtype
+    expected = oracle.moe(*(g.cpu() if isinstance(g, torch.Tensor) else g for g in given))
+    # both products of an expert are rounded, and what is between them
+    rounding = 4 * torch.finfo(dtype).eps
+    close = {"rtol": rounding + 1e-5, "atol": rounding + 1e-5}
+    torch.testing.assert_close(found.cpu().double(), expected, **close)

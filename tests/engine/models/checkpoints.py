@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -15,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 211
@@ -31,6 +35,9 @@ SIZE = {
     "initializer_range": 0.2,
     "attn_implementation": "eager",
 }
+LAYERS_3 = SIZE | {"num_hidden_layers": 3}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZE),
     "llama, tied, with biases and wide heads": lambda: LlamaConfig(
@@ -104,13 +111,67 @@ CONFIGS = {
     "qwen3, tied, with biases": lambda: Qwen3Config(
         **SIZE, head_dim=8, tie_word_embeddings=True, attention_bias=True
     ),
+    "gemma3, windows of 9 in two of three layers": lambda: Gemma3TextConfig(
+        **LAYERS_3, head_dim=16, pad_token_id=0, sliding_window=9, layer_types=MIXED
+    ),
+    "gemma3, stretched, soft caps, a scale of its own, untied, with biases": lambda: (
+        Gemma3TextConfig(
+            **LAYERS_3,
+            head_dim=10,
+            pad_token_id=0,
+            sliding_window=5,
+            layer_types=MIXED,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            query_pre_attn_scalar=31,
+            final_logit_softcapping=3.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 100.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+        )
+    ),
+    "gemma3, global angles stretched by yarn, local ones slowed": lambda: Gemma3TextConfig(
+        **LAYERS_3,
+        head_dim=16,
+        pad_token_id=0,
+        sliding_window=9,
+        layer_types=MIXED,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 10.0, "factor": 2.0},
+        },
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZE, **EXPERTS, norm_topk_prob=True),
+    "qwen3_moe, a layer without experts, windows, weights as they are, tied": lambda: (
+        Qwen3MoeConfig(
+            **LAYERS_3,
+            **EXPERTS,
+            head_dim=10,
+            mlp_only_layers=[1],
+            use_sliding_window=True,
+            sliding_window=11,
+            tie_word_embeddings=True,
+            attention_bias=True,
+        )
+    ),
+    "qwen3_moe, experts in every second layer": lambda: Qwen3MoeConfig(
+        **LAYERS_3, **EXPERTS, decoder_sparse_step=2
+    ),
 }
 CLASSES = {
+    Gemma3TextConfig: Gemma3ForCausalLM,
     LlamaConfig: LlamaForCausalLM,
     MistralConfig: MistralForCausalLM,
     Phi3Config: Phi3ForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
 }
 
 

@@ -59,7 +59,6 @@ TIER_2 = {
     "exaone4": {"layer_types": MIXED},
     "gemma": {},
     "gemma2": {"layer_types": MIXED, "attn_logit_softcapping": 2.0},
-    "gemma3_text": {"layer_types": MIXED},
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,
@@ -94,7 +93,6 @@ TIER_2 = {
     "phi": {},
     "phimoe": {"sliding_window": None},
     "qwen2_moe": {},
-    "qwen3_moe": {},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "stablelm": {},

@@ -274,7 +274,12 @@ def test_half_precision_gives_nearly_the_same_logits(tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {"hidden_act": "gelu"}), ("mistral", {"layer_types": MIXED})],
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("mistral", {"layer_types": MIXED}),
+        ("gemma3_text", {"layer_types": MIXED, "attn_logit_softcapping": 2.0}),
+        ("qwen3_moe", {"hidden_act": "gelu"}),
+    ],
 )
 def test_what_the_lean_decoder_does_not_express_of_its_families_is_run_too(
     model_type, changes, tmp_path
@@ -290,7 +295,7 @@ def test_a_model_of_images_is_its_decoder_on_text(model_type, tmp_path):
     model = build_with_vision(model_type)
     model.save_pretrained(tmp_path)
     runner = a_runner(tmp_path)
-    lean = model_type in ("internvl", "llava", "mistral3")
+    lean = model_type != "gemma4"
     assert isinstance(runner._model, Decoder if lean else HFDecoder)
     check_logits_in_any_packing(model, runner, largest_chunk=13)
 

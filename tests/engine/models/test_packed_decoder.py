@@ -19,17 +19,20 @@ from tests.engine.models.equality import (
     prompts,
 )
 
+GEMMA = "gemma3, windows of 9 in two of three layers"
 
-@pytest.fixture(params=["llama, tied, with biases and wide heads", "qwen3", "phi3"])
+
+@pytest.fixture(params=["llama, tied, with biases and wide heads", "qwen3", "phi3", GEMMA])
 def checkpoint(request, tmp_path):
     """A folder and the model in transformers that wrote it."""
     return tmp_path, write_checkpoint(request.param, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["llama", GEMMA])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_stay_as_the_checkpoint_has_them_and_nothing_is_lost(tmp_path, dtype):
+def test_weights_stay_as_the_checkpoint_has_them_and_nothing_is_lost(tmp_path, name, dtype):
     kept = getattr(torch, dtype)
-    write_checkpoint("llama", tmp_path).to(kept).save_pretrained(tmp_path)
+    write_checkpoint(name, tmp_path).to(kept).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     runner = a_runner(tmp_path, block_size=16)
     assert runner._model.weight_dtype == kept

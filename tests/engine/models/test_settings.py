@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from engine.layers.rotary import LinearScaling
 from engine.models.settings import DecoderSettings
 from engine.weights import MalformedCheckpointError, UnsupportedModelError
 from tests.engine.models.checkpoints import CLASSES, CONFIGS
@@ -37,7 +38,8 @@ def test_settings_are_those_that_transformers_reads(name):
     assert found.num_layers == built.num_hidden_layers
     assert (found.num_heads, found.num_kv_heads) == (6, 2)
     assert found.head_dim == (getattr(built, "head_dim", None) or 8)
-    assert found.rope_theta == built.rope_parameters["rope_theta"]
+    theta = built.rope_parameters.get("full_attention", built.rope_parameters)["rope_theta"]
+    assert found.rope.theta == theta
     assert found.tie_word_embeddings == built.tie_word_embeddings
     assert found.rms_norm_eps == built.rms_norm_eps
 
@@ -80,7 +82,7 @@ def test_each_layer_has_its_window(name, changes, windows):
     ids=str,
 )
 def test_the_base_of_the_angles_is_read_from_every_form(changes):
-    assert DecoderSettings.from_config(config("llama", **changes)).rope_theta == 500_000.0
+    assert DecoderSettings.from_config(config("llama", **changes)).rope.theta == 500_000.0
 
 
 def test_the_stretching_of_llama_3_is_read_from_both_forms():
@@ -88,8 +90,8 @@ def test_the_stretching_of_llama_3_is_read_from_both_forms():
     old = config("llama", rope_parameters=..., rope_scaling=LLAMA3, rope_theta=5e5)
     settings = DecoderSettings.from_config(new)
     assert settings == DecoderSettings.from_config(old)
-    assert settings.rope_theta == 500_000.0
-    assert settings.rope_scaling.original_max_position_embeddings == 64
+    assert settings.rope.theta == 500_000.0
+    assert settings.rope.scaling.original_max_position_embeddings == 64
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_absent_settings_have_the_defaults_of_their_family():
     absent = ("rope_parameters", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act")
     changes = dict.fromkeys((*absent, "tie_word_embeddings", "attention_bias"), ...)
     llama = DecoderSettings.from_config(config("llama", **changes))
-    assert (llama.rope_theta, llama.num_kv_heads, llama.head_dim) == (10_000.0, 6, 8)
+    assert (llama.rope.theta, llama.num_kv_heads, llama.head_dim) == (10_000.0, 6, 8)
     assert (llama.rms_norm_eps, llama.tie_word_embeddings, llama.qkv_bias) == (1e-6, False, False)
     assert DecoderSettings.from_config(config("qwen3", **changes)).head_dim == 128
     phi3 = DecoderSettings.from_config(config("phi3", **changes, sliding_window=...))
@@ -158,6 +160,108 @@ def test_absent_settings_have_the_defaults_of_their_family():
 def test_what_the_decoder_does_not_compute_is_refused_by_name(changes, named):
     with pytest.raises(UnsupportedModelError, match=named):
         DecoderSettings.from_config(config("llama", **changes))
+
+
+GEMMA = "gemma3, windows of 9 in two of three layers"
+
+
+def test_gemma_3_is_read_as_it_was_first_written_too():
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    old = {
+        "rope_parameters": ...,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "layer_types": ...,
+        "sliding_window_pattern": 2,
+    }
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    settings = DecoderSettings.from_config(config(GEMMA, rope_parameters=new, layer_types=kinds))
+    assert settings == DecoderSettings.from_config(config(GEMMA, **old))
+    assert (settings.rope.theta, settings.rope.scaling) == (5e5, LinearScaling(factor=8.0))
+    assert (settings.local_rope.theta, settings.local_rope.scaling) == (2e4, None)
+    both = {"rope_parameters": new, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    settings = DecoderSettings.from_config(config(GEMMA, **both))
+    assert settings.rope.scaling == LinearScaling(factor=4.0)
+
+
+def test_absent_settings_of_gemma_3_and_of_experts_are_those_of_transformers():
+    absent = ("rope_parameters", "num_key_value_heads", "head_dim", "rms_norm_eps", "layer_types",
+              "query_pre_attn_scalar", "sliding_window", "hidden_activation", "attention_bias",
+              "tie_word_embeddings", "max_position_embeddings")  # fmt: skip
+    changes = dict.fromkeys(absent, ...) | {"num_attention_heads": 8, "num_hidden_layers": 7}
+    gemma = DecoderSettings.from_config(config(GEMMA, **changes))
+    assert (gemma.rope.theta, gemma.local_rope.theta) == (1e6, 1e4)
+    assert (gemma.num_kv_heads, gemma.head_dim, gemma.attention_scale) == (4, 256, 1 / 16)
+    assert (gemma.activation, gemma.tie_word_embeddings) == ("gelu", True)
+    assert gemma.sliding_windows == (4096,) * 5 + (None, 4096)
+    assert gemma.max_position_embeddings == 131072
+    absent = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+              "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")  # fmt: skip
+    experts = DecoderSettings.from_config(config("qwen3_moe", **dict.fromkeys(absent, ...))).experts
+    assert (experts.num_experts, experts.num_experts_per_tok) == (128, 8)
+    assert (experts.intermediate_size, experts.norm_topk_prob) == (768, False)
+    assert experts.layers == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, {1, 3}),
+        ({"mlp_only_layers": [0, 3]}, {1, 2}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {3}),
+        ({"num_local_experts": ..., "num_experts": 7}, {0, 1, 2, 3}),
+    ],
+)
+def test_each_layer_has_experts_or_none(changes, layers):
+    changed = config("qwen3_moe", num_hidden_layers=4, **changes)
+    assert DecoderSettings.from_config(changed).experts.layers == layers
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_local_experts": 0}, {"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}],
+    ids=str,
+)
+def test_a_model_whose_layers_have_no_experts_is_a_plain_one(changes):
+    assert DecoderSettings.from_config(config("qwen3_moe", **changes)).experts is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "named"),
+    [
+        (GEMMA, {"hidden_activation": "gelu"}, UnsupportedModelError, "hidden_activation.*'gelu'"),
+        (GEMMA, {"attn_logit_softcapping": 2.0}, UnsupportedModelError, "attn_logit.*2.0"),
+        (GEMMA, {"use_bidirectional_attention": True}, UnsupportedModelError, "use_bidirectional"),
+        (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, UnsupportedModelError, "rope_theta"),
+        (GEMMA, {"rope_parameters": [1]}, UnsupportedModelError, "rope_parameters"),
+        (GEMMA, {"final_logit_softcapping": 0}, MalformedCheckpointError, "final_logit.*0"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, MalformedCheckpointError, "query_pre_attn_scalar"),
+        (GEMMA, {"sliding_window": None}, MalformedCheckpointError, "no window"),
+        ("qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}, UnsupportedModelError, "hidden_act"),
+        (
+            "qwen3_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            UnsupportedModelError,
+            "mixes",
+        ),
+        ("qwen3_moe", {"num_experts": 4}, MalformedCheckpointError, "num_local_experts differ.*4"),
+        ("qwen3_moe", {"num_experts_per_tok": 6}, MalformedCheckpointError, "at most 5.*6"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, MalformedCheckpointError, "mlp_only_layers.*1"),
+        ("qwen3_moe", {"mlp_only_layers": ["a"]}, MalformedCheckpointError, "mlp_only_layers.*'a'"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, MalformedCheckpointError, "decoder_sparse_step"),
+    ],
+)
+def test_odd_settings_of_gemma_3_and_of_experts_are_refused_by_name(name, changes, error, named):
+    with pytest.raises(error, match=named):
+        DecoderSettings.from_config(config(name, **changes))
 
 
 def test_a_mistral_with_mixed_layers_is_refused():
