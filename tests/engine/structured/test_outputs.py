@@ -81,7 +81,7 @@ def test_alone_or_among_others_preempted_or_not_the_same_tokens(engine, crowded_
         (alone,) = engine.generate([PROMPT], params)
         assert alone.completions == expected.completions
     crowded = crowded_engine.generate([PROMPT] * len(requests), requests)
-    assert crowded_engine.stats().num_preemptions > 5
+    assert crowded_engine.stats().num_preemptions > 2
     for output, expected in zip(crowded, together, strict=True):
         assert output.completions == expected.completions
 
