@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from bench.products import SHAPES, by_kernels
+from engine.kernels.cpu.pairs import HAS_PAIRS
 
 ROWS = 512
 
@@ -25,18 +26,21 @@ def limits() -> dict[str, float]:
     product_ms = min(milliseconds(lambda: torch.mm(a, b)) for _ in range(5))
     much = torch.ones(1 << 27)
     read_ms = min(milliseconds(much.sum) for _ in range(5))
-    return {
+    found = {
         "product_gflops": round(2 * 2048**3 / product_ms / 1e6, 1),
         "kernel_gflops": _kernel_rate(torch.float32),
         "kernel_int8_gops": _kernel_rate(torch.int8),
         "read_gb_per_s": round(much.nbytes / read_ms / 1e6, 1),
     }
+    if HAS_PAIRS:
+        found["kernel_bfloat16_gflops"] = _kernel_rate(torch.bfloat16, in_pairs=True)
+    return found
 
 
-def _kernel_rate(dtype: torch.dtype) -> float:
+def _kernel_rate(dtype: torch.dtype, *, in_pairs: bool = False) -> float:
     """Operations, in 1e9 a second, of some layers' products of 512 tokens."""
     layers = [[torch.randn(shape) for shape in SHAPES] for _ in range(4)]
-    call = by_kernels(layers, dtype, ROWS)
+    call = by_kernels(layers, dtype, ROWS, in_pairs=in_pairs)
     best_ms = min(milliseconds(call) for _ in range(6))
     operations = 2 * ROWS * len(layers) * sum(n * k for n, k in SHAPES)
     return round(operations / best_ms / 1e6, 1)
