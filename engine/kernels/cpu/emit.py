@@ -44,6 +44,13 @@ def load_one(build: Any, address: Any) -> Any:
     return loaded
 
 
+def load_integers(build: Any, address: Any, kind: Any) -> Any:
+    """Four bytes, or four for each lane, as they are; `kind` is I32 or INTEGERS."""
+    loaded = build.load(build.inttoptr(address, kind.as_pointer()))
+    loaded.align = 4
+    return loaded
+
+
 def store_one(build: Any, x: Any, address: Any) -> None:
     build.store(x, build.inttoptr(address, F32.as_pointer())).align = 4
 

@@ -22,6 +22,7 @@ from engine.kernels.cpu.emit import (
     WIDTH,
     declare,
     load,
+    load_integers,
     splat,
 )
 from engine.kernels.cpu.machine import FEATURES
@@ -46,16 +47,12 @@ _BFLOATS = ir.VectorType(_BFloatType(), 2 * WIDTH)
 
 def load_pairs(build: Any, address: Any) -> Any:
     """A pair of numbers for each lane, int32."""
-    loaded = build.load(build.inttoptr(address, INTEGERS.as_pointer()))
-    loaded.align = 4
-    return loaded
+    return load_integers(build, address, INTEGERS)
 
 
 def load_pair(build: Any, address: Any) -> Any:
     """One pair for all lanes, int32."""
-    loaded = build.load(build.inttoptr(address, I32.as_pointer()))
-    loaded.align = 4
-    return splat(build, loaded)
+    return splat(build, load_integers(build, address, I32))
 
 
 def add_products(build: Any, total: Any, x: Any, y: Any) -> Any:

@@ -26,6 +26,7 @@ from engine.kernels.cpu.emit import (
     fma,
     lane_numbers,
     load,
+    load_integers,
     load_one,
     loop,
     row_address,
@@ -109,7 +110,7 @@ def _add_group(
         return [_load_numbers(build, build.add(row, offset)) for offset in offsets]
 
     def number_at(address: Any) -> Any:
-        return splat(build, _load_integer(build, address))
+        return splat(build, load_integers(build, address, I32))
 
     def add(total: Any, numbers: Any, column: Any) -> Any:
         return _add_products(build, total, numbers, column)
@@ -118,7 +119,7 @@ def _add_group(
     ahead, sums = state[1 + num_panels : 1 + 2 * num_panels], state[1 + 2 * num_panels :]
     heads = [build.add(row, offset_in_a) for row in left]
     places = places_in_c(len(left), num_panels)
-    begins = [splat(build, _load_integer(build, build.add(head, I64(4)))) for head in heads]
+    begins = [splat(build, load_integers(build, build.add(head, I64(4)), I32)) for head in heads]
     first = [build.add(panel, I64(SCALES_BYTES)) for panel in right]
     within = [build.add(offset_in_a, I64(8)), *first, *ahead, *[begins[i] for i, _, _ in places]]
     how = columns_at, number_at, add
@@ -138,18 +139,10 @@ def _add_group(
     return [*within[: 1 + 2 * num_panels], *made]
 
 
-def _load_integer(build: Any, address: Any) -> Any:
-    loaded = build.load(build.inttoptr(address, I32.as_pointer()))
-    loaded.align = 4
-    return loaded
-
-
 def _load_numbers(build: Any, address: Any) -> Any:
     """Of each lane the numbers that lie side by side: four bytes, or two as int16."""
     if _VNNI:
-        loaded = build.load(build.inttoptr(address, INTEGERS.as_pointer()))
-        loaded.align = 4
-        return loaded
+        return load_integers(build, address, INTEGERS)
     bytes_type = ir.VectorType(ir.IntType(8), 2 * WIDTH)
     loaded = build.load(build.inttoptr(address, bytes_type.as_pointer()))
     loaded.align = 1
