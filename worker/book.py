@@ -16,8 +16,8 @@ from jobs.lifecycle import JobState
 from worker.admission import UNKNOWN_LOAD, EngineRoom, LengthGuess, free_places, may_join
 from worker.attempt import Attempt, Holding, Phase
 from worker.delivery import Delivery, Ending
+from worker.entries import Entry, Finish, HandBack, Waste
 from worker.generation import Outcome
-from worker.ledger import Entry, Finish, HandBack, Waste
 from worker.messages import Abort, Add, Command
 
 logger = logging.getLogger(__name__)

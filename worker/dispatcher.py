@@ -20,8 +20,8 @@ from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase, job_id_of, key_of
 from worker.book import Book
 from worker.delivery import Delivery, Ending
+from worker.entries import Cancel, Claim, Entry, Insert, Waste
 from worker.generation import Limits, Outcome, Refusal, outcome_of
-from worker.ledger import Cancel, Claim, Entry, Insert, Waste
 from worker.messages import Command, Ended, Ready, Refused, Stepped
 from worker.preparer import Preparer
 from worker.prompt import Prompt

@@ -25,13 +25,22 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from jobs import accounting, claims, finishing, store
-from jobs.accounting import Counted, Wasted
-from jobs.claims import Checkpoint, ClaimedJob, Held
+from jobs.accounting import Wasted
+from jobs.claims import ClaimedJob
 from jobs.database import Database, Moment, transient, trouble
 from jobs.finishing import JobResult
 from jobs.lifecycle import TERMINAL, JobState, error_object
-from jobs.records import NewJob
-from worker.generation import Outcome
+from worker.entries import (
+    Cancel,
+    Claim,
+    Count,
+    Entry,
+    Finish,
+    Flush,
+    HandBack,
+    Insert,
+    Waste,
+)
 from worker.guard import start_thread
 
 STOP_S = 5.0
@@ -42,78 +51,6 @@ RETRY_WAITS_S = (0.05, 0.2, 0.5, 1.0)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Take the row for this worker; insert it first, when the message carried the whole job."""
-
-    job_id: str
-    new_job: NewJob | None = None
-    answer: Callable[[ClaimedJob | None, float], None]  # None: somebody has it. And SQL's clock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Insert:
-    """Store a row for the workers of another model."""
-
-    new_job: NewJob
-    answer: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """End the row as `outcome` says, if it is still held under this fence."""
-
-    held: Held
-    outcome: Outcome
-    wasted_tokens: int
-    answer: Callable[[bool], None]  # False: it was cancelled, or another attempt has it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandBack:
-    """Put the row back into the queue, to go on from `checkpoint` elsewhere."""
-
-    held: Held
-    checkpoint: Checkpoint | None  # None: it has not come to look at the row's
-    unstored_tokens: int  # of these, not in the row's checkpoint yet
-    first_token_at: float | None  # monotonic; of this attempt
-    crashed: bool  # the engine process died with it
-    answer: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """The client revoked the job through Celery; insert its row first, as for a claim."""
-
-    job_id: str
-    new_job: NewJob | None = None
-    answer: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waste:
-    """Tokens were generated for a job that this worker does not hold any more."""
-
-    job_id: str
-    tokens: int
-    first_token_at: float | None  # monotonic; of its attempt, or of these tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """The prompt of a job that came whole in a message has been tokenized."""
-
-    counted: Counted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flush:
-    """Nothing to write; answered when everything posted before it is."""
-
-    answer: Callable[[], None]
-
-
-Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Count | Flush
 _E = TypeVar("_E", bound=Entry)
 
 

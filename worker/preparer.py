@@ -16,9 +16,9 @@ from jobs.accounting import Counted
 from jobs.lifecycle import ErrorCode
 from jobs.records import NewJob
 from worker.attempt import Attempt
+from worker.entries import Count, Entry
 from worker.generation import Limits, Refusal, prepare
 from worker.guard import start_thread
-from worker.ledger import Count, Entry
 from worker.prompt import Prompt
 
 # of one job. A chat template ends by itself after a few seconds, and the longest text that a model

@@ -25,7 +25,7 @@ from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.engine_process import refused
-from worker.ledger import Cancel, Claim, Count, Entry, Finish, HandBack, Insert, Waste
+from worker.entries import Cancel, Claim, Count, Entry, Finish, HandBack, Insert, Waste
 from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
 from worker.sent_job import read_sent_job
 

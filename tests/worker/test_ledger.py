@@ -16,8 +16,9 @@ from jobs.claims import ClaimedJob, Held
 from jobs.database import Database
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord, NewJob, WorkerInfo
+from worker.entries import Cancel, Claim, Count, Finish, HandBack, Insert, Waste
 from worker.generation import Outcome
-from worker.ledger import Cancel, Claim, Count, Finish, HandBack, Insert, Ledger, Waste
+from worker.ledger import Ledger
 
 WORKER = "w1"
 TIMEOUT_S = 20.0

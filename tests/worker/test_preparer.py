@@ -14,8 +14,8 @@ from jobs.records import NewJob
 from tests.tiny_llama import write_tiny_llama
 from worker.attempt import Attempt
 from worker.delivery import CeleryCallbacks, Delivery
+from worker.entries import Count
 from worker.generation import Limits, Refusal
-from worker.ledger import Count
 from worker.preparer import Preparer
 from worker.prompt import Prompt
 

@@ -20,7 +20,7 @@ from tests.engine.chat_models import (
     write_chat_model,
 )
 from tests.worker.test_dispatcher import NOW, World, job
-from worker.ledger import Claim, Finish
+from worker.entries import Claim, Finish
 from worker.messages import Add, Delta, Ended, Ready, Sample
 
 CHAT = "/v1/chat/completions"

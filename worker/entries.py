@@ -1,0 +1,83 @@
+"""What is posted to a worker's ledger: each entry is one write, answered after its commit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jobs.accounting import Counted
+from jobs.claims import Checkpoint, ClaimedJob, Held
+from jobs.records import NewJob
+from worker.generation import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Take the row for this worker; insert it first, when the message carried the whole job."""
+
+    job_id: str
+    new_job: NewJob | None = None
+    answer: Callable[[ClaimedJob | None, float], None]  # None: somebody has it. And SQL's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insert:
+    """Store a row for the workers of another model."""
+
+    new_job: NewJob
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """End the row as `outcome` says, if it is still held under this fence."""
+
+    held: Held
+    outcome: Outcome
+    wasted_tokens: int
+    answer: Callable[[bool], None]  # False: it was cancelled, or another attempt has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandBack:
+    """Put the row back into the queue, to go on from `checkpoint` elsewhere."""
+
+    held: Held
+    checkpoint: Checkpoint | None  # None: it has not come to look at the row's
+    unstored_tokens: int  # of these, not in the row's checkpoint yet
+    first_token_at: float | None  # monotonic; of this attempt
+    crashed: bool  # the engine process died with it
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The client revoked the job through Celery; insert its row first, as for a claim."""
+
+    job_id: str
+    new_job: NewJob | None = None
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    """Tokens were generated for a job that this worker does not hold any more."""
+
+    job_id: str
+    tokens: int
+    first_token_at: float | None  # monotonic; of its attempt, or of these tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """The prompt of a job that came whole in a message has been tokenized."""
+
+    counted: Counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """Nothing to write; answered when everything posted before it is."""
+
+    answer: Callable[[], None]
+
+
+Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Count | Flush
