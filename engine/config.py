@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from engine.sampling_params import MAX_N
 
+MAX_DRAFT_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -34,6 +36,9 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt + generated tokens; None: the model's own limit
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # CPU threads of the engine; None: torch's choice
+    # off, ngram: guess tokens from the sequence's own text, several of which a step can confirm
+    speculation: str = "off"
+    num_draft_tokens: int = 4  # guessed for a sequence in one step, at most; [1, 32]
     seed: int = 0  # of the stream from which unseeded requests get their seeds
 
     def __post_init__(self) -> None:
@@ -54,10 +59,13 @@ class EngineConfig:
             raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "max_n"):
+        if self.speculation not in ("off", "ngram"):
+            raise ValueError(f"speculation must be off or ngram, got {self.speculation!r}")
+        for name in ("num_draft_tokens", "block_size", "max_num_seqs", "kv_cache_bytes", "max_n"):
             _check_positive(name, getattr(self, name))
-        if self.max_n > MAX_N:
-            raise ValueError(f"max_n must be at most {MAX_N}, got {self.max_n}")
+        for name, most in (("max_n", MAX_N), ("num_draft_tokens", MAX_DRAFT_TOKENS)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if type(self.step_target_ms) is not int or self.step_target_ms < 0:
             raise ValueError(
                 f"step_target_ms must be an integer of at least 0, got {self.step_target_ms!r}"

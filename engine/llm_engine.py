@@ -14,14 +14,14 @@ import math
 import random
 import time
 from collections import abc
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from engine.bounds import check_int
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.model_runner import ModelRunner, StepResult, max_num_scored_tokens
+from engine.model_runner import ModelRunner, Runner, StepResult, max_num_scored_tokens
 from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
 from engine.requests import Request, Sample, check_types
@@ -29,6 +29,7 @@ from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError, SamplingParams, check_generated, check_prompt
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, TokenFilter
+from engine.speculation.speculator import Speculator, speculator_of
 from engine.step_plan import StepPlan
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.pacing import Pacer
@@ -39,19 +40,6 @@ from engine.totals import Totals
 from engine.weights import resolve_folder
 
 COMPILE_WAIT_S = 0.01  # a step's, when there is nothing to do but to wait for a form
-
-
-class Runner(Protocol):
-    """What the engine needs of a ModelRunner."""
-
-    num_blocks: int
-    max_model_len: int
-    max_num_batched_tokens: int  # where the engine's config leaves it open
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    model_id: bytes
-
-    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class LLMEngine:
@@ -102,6 +90,7 @@ class LLMEngine:
             GrammarCompiler(tokenizer.to_json(), self.vocab_size, eos_token_ids)
         )
         self._pacer = Pacer()
+        self._speculator: Speculator | None = speculator_of(config, clock)
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._requests: dict[str, Request] = {}
@@ -207,6 +196,8 @@ class LLMEngine:
         refused = self._waiting_for_forms.settle(wait_s=COMPILE_WAIT_S if idle else 0.0)
         started = self._clock()
         plan = self._pacer.admitted(self._scheduler.schedule(started), started)
+        if self._speculator is not None:
+            plan = self._speculator.extended(plan, self._scheduler)
         plan, result = self._run(plan, started)
         for index, scores in result.scores.items():
             _, sample = self._owners[plan.scheduled[index].sequence.seq_id]
@@ -300,14 +291,18 @@ class LLMEngine:
         self._totals.count(plan, num_used_blocks)
         started = self._clock()
         try:
-            return plan, self._runner.run(plan)
+            result = self._runner.run(plan)
         except torch.OutOfMemoryError:
-            pass  # what the traceback holds is freed only once we are out of here
-        finally:
-            ended = self._clock()
-            self._totals.run_s += ended - started
-            self._pacer.ran(plan, ended, ended - started)
-        return self._run_in_less_memory(plan)
+            result = None  # what the traceback holds is freed only once we are out of here
+        ended = self._clock()
+        self._totals.run_s += ended - started
+        self._pacer.ran(plan, ended, ended - started)
+        if result is None:
+            return self._run_in_less_memory(plan)
+        if self._speculator is not None:
+            num_confirmed = self._speculator.ran(plan, result.tokens, ended - started)
+            self._totals.confirmed_tokens += num_confirmed
+        return plan, result
 
     def _run_in_less_memory(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         """Run half the plan; if even that is too much, fail the largest sequence instead.

@@ -9,6 +9,7 @@ Sources: Keskar et al. 2019 (CTRL), repetition penalty; OpenAI's API reference, 
 frequency penalty and logit bias; vLLM, bad words.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,6 +49,12 @@ class TokenTally:
             self._ids[place] = token_id
         self._counts[place] += count
 
+    def copy(self) -> "TokenTally":
+        twin = TokenTally()
+        twin._places = dict(self._places)
+        twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
+        return twin
+
 
 class TokenHistory:
     """What the options of one sequence have to know of its tokens.
@@ -74,6 +81,12 @@ class TokenHistory:
     def precedes(self, token_ids: Sequence[int]) -> bool:
         """Whether it can catch up: a beam's place may have taken another beam, as another list."""
         return self._seen is token_ids
+
+    def copy(self) -> "TokenHistory":
+        """Another that stands where this one does."""
+        twin = copy.copy(self)
+        twin.tally = None if self.tally is None else self.tally.copy()
+        return twin
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that are new; `token_ids` holds the prompt's and all generated."""

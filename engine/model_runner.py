@@ -7,18 +7,17 @@ import logging
 import math
 from collections import abc
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.beam_search import Candidates, num_candidates
+from engine.beam_search import Candidates
 from engine.config import EngineConfig
+from engine.draws import Draws, confirmed
 from engine.kernels.registry import select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
-from engine.logits_processors import TokenHistory
 from engine.logprobs import token_logprobs
 from engine.models.model import Model, load_model
 from engine.models.packing import (
@@ -31,15 +30,13 @@ from engine.models.packing import (
 from engine.models.step_times import max_num_batched_tokens
 from engine.outputs import TokenLogprobs
 from engine.sampler import (
-    NothingAllowedError,
     NumericalError,
     SampledRow,
     sample,
 )
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.sequence import Sequence
+from engine.step_batch import plan_arrays
 from engine.step_plan import ScheduledSequence, StepPlan
-from engine.token_rules import NO_RULES
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
@@ -47,28 +44,31 @@ logger = logging.getLogger(__name__)
 MAX_SCORED_LOGITS = 1 << 25  # 128 MiB of float32, and as much for their log-probabilities
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """A plan as tensors: the step's tokens of all sequences, end to end."""
-
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    metadata: AttentionMetadata
-    # [R + S] int64: the last token of each row that samples, then those whose logits score the next
-    logit_rows: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave its rows, each at its place in the plan.
 
     A row's token is None where it does not sample, a NumericalError where its logits are not
-    numbers; a beam has its candidates there. Scores are of known tokens first, then of the one
-    drawn; only rows that ask have any.
+    numbers; a beam has its candidates there, a row with drafts a list of those that were drawn
+    indeed, and of one more. Scores are of known tokens first, then of those drawn; only rows that
+    ask have any.
     """
 
-    tokens: list[int | Candidates | NumericalError | None]
+    tokens: list[int | list[int] | Candidates | NumericalError | None]
     scores: dict[int, list[TokenLogprobs]]
+
+
+class Runner(Protocol):
+    """What the engine needs of a ModelRunner."""
+
+    num_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int  # where the engine's config leaves it open
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_id: bytes
+
+    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class ModelRunner:
@@ -103,7 +103,7 @@ class ModelRunner:
             self.model_id = checkpoint.fingerprint + f"{dtype} {kv_dtype} {packing}".encode()
         self.vocab_size = self._model.vocab_size
         self.max_model_len = _max_model_len(config, self._model)
-        self._histories: WeakKeyDictionary[Sequence, TokenHistory] = WeakKeyDictionary()
+        self._draws_of = Draws(self.eos_token_ids)
         self._block_size = config.block_size
         shape = KVCacheShape(
             layers=self._model.kv_layers, block_size=config.block_size, dtype=kv_dtype
@@ -129,28 +129,18 @@ class ModelRunner:
         if plan.empty:
             return result
         scheduled = plan.scheduled
-        sampling = [i for i, row in enumerate(scheduled) if row.samples]
         logits = self.logits(scheduled)
         # masks are made here, while a GPU computes the logits
-        masks = [_mask(scheduled[i].sequence) for i in sampling]
-        drawable, known = logits[: len(sampling)], logits[len(sampling) :]
-        asked = [
-            (r, i)
-            for r, i in enumerate(sampling)
-            if scheduled[i].sequence.params.logprobs is not None
-        ]
+        draws = [draw for row in scheduled if row.samples for draw in self._draws_of.of(row)]
+        drawable, known = logits[: len(draws)], logits[len(draws) :]
+        asked = [i for i, draw in enumerate(draws) if draw.row.params.logprobs is not None]
         # a copy: to draw changes logits where a row has options
-        raw = drawable[[r for r, _ in asked]] if asked else drawable[:0]
-        rows = [
-            self._sampled_row(scheduled[i].sequence, mask)
-            for i, mask in zip(sampling, masks, strict=True)
-        ]
-        for i, drawn, mask in zip(
-            sampling, sample(drawable, rows, self._draws), masks, strict=True
-        ):
-            result.tokens[i] = mask if isinstance(mask, NumericalError) else drawn
+        raw = drawable[asked] if asked else drawable[:0]
+        drawn = sample(drawable, [draw.row for draw in draws], self._draws)
+        drawn = [draw.error or token for draw, token in zip(draws, drawn, strict=True)]
+        kept = _confirm(result, scheduled, drawn)
         _score_known(result, scheduled, known)
-        _score_drawn(result, scheduled, [i for _, i in asked], raw)
+        _score_drawn(result, scheduled, drawn, [(i, kept[i]) for i in asked], raw)
         return result
 
     @torch.inference_mode()
@@ -159,7 +149,13 @@ class ModelRunner:
 
         Changes the KV cache.
         """
-        batch = self._batch(scheduled)
+        arrays = plan_arrays(scheduled, self._block_size)
+        arrays.check(
+            vocab_size=self.vocab_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+        )
+        batch = arrays.to(self.device)
         return self._model.forward(
             batch.token_ids,
             batch.positions,
@@ -167,93 +163,6 @@ class ModelRunner:
             self.kv_cache.layers,
             batch.logit_rows,
         )
-
-    def _batch(self, scheduled: abc.Sequence[ScheduledSequence]) -> StepBatch:
-        token_ids: list[int] = []
-        for row in scheduled:
-            start = row.sequence.num_computed_tokens
-            token_ids += row.sequence.token_ids[start : start + row.num_scheduled_tokens]
-        tokens = np.array(token_ids, dtype=np.int64)
-        query_lens = np.array([row.num_scheduled_tokens for row in scheduled], dtype=np.int64)
-        computed = np.array([row.sequence.num_computed_tokens for row in scheduled], dtype=np.int64)
-        samples = np.array([row.samples for row in scheduled], dtype=np.bool_)
-        # the logits at a place are for the token behind it
-        scoring = [
-            start - row.sequence.num_computed_tokens + place - 1
-            for start, row in zip(np.cumsum(query_lens) - query_lens, scheduled, strict=True)
-            for place in row.scored
-        ]
-        seq_lens = computed + query_lens
-        cu_query_lens = np.concatenate(([0], query_lens.cumsum()))
-        # a row's tokens are consecutive: count through the batch, then move each row to its start
-        positions = np.arange(len(tokens)) + np.repeat(computed - cu_query_lens[:-1], query_lens)
-        num_blocks = -(-seq_lens // self._block_size)
-        block_tables = np.zeros((len(scheduled), int(num_blocks.max())), dtype=np.int64)
-        for table, row, count in zip(block_tables, scheduled, num_blocks, strict=True):
-            table[:count] = row.sequence.block_table[:count]
-        owner = np.repeat(np.arange(len(scheduled)), query_lens)
-        blocks = block_tables[owner, positions // self._block_size]
-        # what becomes an index on the device is checked here: out of range it would take down all
-        assert len(tokens) == cu_query_lens[-1]
-        assert tokens.min() >= 0
-        assert tokens.max() < self.vocab_size
-        assert block_tables.min() >= 0
-        assert block_tables.max() < self.num_blocks
-        assert seq_lens.max() <= self.max_model_len
-        return StepBatch(
-            token_ids=self._tensor(tokens, torch.int64),
-            positions=self._tensor(positions, torch.int64),
-            metadata=AttentionMetadata(
-                cu_query_lens=self._tensor(cu_query_lens, torch.int32),
-                seq_lens=self._tensor(seq_lens, torch.int32),
-                slot_mapping=self._tensor(
-                    blocks * self._block_size + positions % self._block_size, torch.int64
-                ),
-                block_tables=self._tensor(block_tables, torch.int32),
-            ),
-            logit_rows=self._tensor(
-                np.concatenate((cu_query_lens[1:][samples] - 1, np.array(scoring, dtype=np.int64))),
-                torch.int64,
-            ),
-        )
-
-    def _sampled_row(
-        self, sequence: Sequence, mask: bytes | NothingAllowedError | None
-    ) -> SampledRow:
-        params = sequence.params
-        stop_ids = params.stop_ids(self.eos_token_ids)
-        banned: tuple[int, ...] = ()
-        history = self._history(sequence)
-        if history is not None:
-            banned = history.banned(sequence.token_ids)
-        if sequence.num_generated_tokens < params.min_tokens:
-            # what would end the generation is not drawn; passed over, it would stand in the text
-            banned += tuple(sorted(stop_ids))
-        return SampledRow(
-            params=params,
-            seed=sequence.seed,
-            position=sequence.num_tokens,
-            banned=banned,
-            mask=b"" if isinstance(mask, NothingAllowedError) else mask,
-            tally=None if history is None else history.tally,
-            forced=None if history is None else history.forced,
-            num_candidates=num_candidates(params, len(stop_ids)),
-        )
-
-    def _history(self, sequence: Sequence) -> TokenHistory | None:
-        """What is known of the tokens of a sequence with options that depend on them."""
-        if not sequence.params.penalizes and sequence.token_rules is NO_RULES:
-            return None
-        history = self._histories.get(sequence)
-        if history is None or not history.precedes(sequence.token_ids):
-            history = self._histories[sequence] = TokenHistory(
-                sequence.params, sequence.token_rules, sequence.num_prompt_tokens
-            )
-        history.catch_up(sequence.token_ids)
-        return history
-
-    def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(self.device, dtype)
 
     def _cache_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
         """Memory for the KV cache: what the settings say on a CPU, what is left on a GPU."""
@@ -295,17 +204,6 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
 
-def _mask(sequence: Sequence) -> bytes | NothingAllowedError | None:
-    """What the sequence's form allows next, or why it allows nothing; None without a form."""
-    if sequence.token_filter is None:
-        return None
-    try:
-        return sequence.token_filter.mask(sequence.generated_ids)
-    except ValueError as error:
-        param = sequence.params.structured_outputs and sequence.params.structured_outputs.param
-        return NothingAllowedError(f"{param} allows no further token: {error}")
-
-
 def max_num_scored_tokens(vocab_size: int) -> int:
     """Known tokens that one step may score: their logits are kept from growing with the prompt."""
     return max(1, MAX_SCORED_LOGITS // vocab_size)
@@ -333,21 +231,44 @@ def _score_known(
         result.scores.setdefault(i, []).append(score)
 
 
+def _confirm(
+    result: StepResult,
+    scheduled: abc.Sequence[ScheduledSequence],
+    drawn: abc.Sequence[int | Candidates | NumericalError],
+) -> list[int | None]:
+    """Give each row the draws that count; returns to which row each draw counts, if it does."""
+    owners: list[int | None] = []
+    for i, row in enumerate(scheduled):
+        if not row.samples:
+            continue
+        start, num_draws = len(owners), len(row.draft_ids) + 1
+        own = drawn[start : start + num_draws]
+        count = confirmed(row.draft_ids, own)
+        owners += [i] * count + [None] * (num_draws - count)
+        tokens = [token for token in own[:count] if isinstance(token, int)]
+        result.tokens[i] = tokens if row.draft_ids and tokens else own[0]
+    return owners
+
+
 def _score_drawn(
     result: StepResult,
     scheduled: abc.Sequence[ScheduledSequence],
-    asked: list[int],
+    drawn: abc.Sequence[object],
+    asked: list[tuple[int, int | None]],  # draws to score, and to which row each counts, if it does
     logits: Tensor,  # [len(asked), vocab], as the model gave them
 ) -> None:
     """Score the tokens that this step drew for rows that ask for it."""
-    drawn = [result.tokens[i] for i in asked]
-    kept = [n for n, token in enumerate(drawn) if isinstance(token, int)]
+    kept = [
+        (n, i, token)
+        for n, (draw, i) in enumerate(asked)
+        if i is not None and isinstance(token := drawn[draw], int)
+    ]
     if not kept:
         return
-    token_ids = [token for token in drawn if isinstance(token, int)]
-    num_top = [scheduled[asked[n]].sequence.params.logprobs or 0 for n in kept]
-    for n, score in zip(kept, token_logprobs(logits[kept], token_ids, num_top), strict=True):
-        result.scores.setdefault(asked[n], []).append(score)
+    num_top = [scheduled[i].sequence.params.logprobs or 0 for _, i, _ in kept]
+    scores = token_logprobs(logits[[n for n, _, _ in kept]], [t for _, _, t in kept], num_top)
+    for (_, i, _), score in zip(kept, scores, strict=True):
+        result.scores.setdefault(i, []).append(score)
 
 
 def _device(name: str) -> torch.device:

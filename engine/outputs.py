@@ -102,6 +102,9 @@ class EngineStats:
     generated_tokens: int
     scheduled_tokens: int  # tokens computed, recomputed ones counted again
     scheduled_seqs: int  # sum over the steps of the sequences in each
+    drawing_seqs: int  # of those that drew; generated_tokens to each is 1, but for drafts
+    draft_tokens: int  # guessed beforehand; of which
+    confirmed_tokens: int  # the model drew the same
     peak_used_blocks: int
     step_s: float  # time in step(), of which
     run_s: float  # time in the model runner

@@ -41,8 +41,9 @@ class Sample:
         """Turn the sequence's new tokens into text. Returns it, and what the text says of the end.
 
         That is STOP with a stop string in it, whatever ended the sequence before, or REPETITION.
+        Tokens behind such an end, of which a step with drafts may give some, are taken back.
         """
-        sequence, detokenizer = self.sequence, self.detokenizer
+        sequence, detokenizer, before = self.sequence, self.detokenizer, self.num_seen
         new_ids = sequence.token_ids[sequence.num_prompt_tokens + self.num_seen :]
         params = sequence.params
         ending = sequence.finish_reason or sequence.ending
@@ -56,6 +57,13 @@ class Sample:
             text += detokenizer.add([token_id], may_stop=may_stop)
             if self.loop_detector is not None:
                 looped = self.loop_detector.add(token_id) and may_stop
+            if (looped or detokenizer.stopped_by is not None) and self.num_seen < len(
+                new_ids
+            ) + before:
+                del sequence.token_ids[sequence.num_prompt_tokens + self.num_seen :]
+                new_ids = spoken = new_ids[: self.num_seen - before]
+                ending, ended_by_id = None, False
+                break
         if ending is not None or looped:
             text += detokenizer.flush(may_stop=self.num_seen > params.min_tokens)
         self.num_seen += len(new_ids) - len(spoken)
@@ -92,7 +100,8 @@ class Sample:
     def _logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         if self.sequence.params.logprobs is None:
             return None
-        return tuple(self.scores[self.num_prompt_scores :])
+        first = self.num_prompt_scores
+        return tuple(self.scores[first : first + self.sequence.num_generated_tokens])
 
 
 @dataclass(slots=True, eq=False)

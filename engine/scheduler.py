@@ -12,13 +12,13 @@ chunked prefill beside decodes; Kwon et al. 2023 (PagedAttention), preemption by
 
 from bisect import insort
 from collections import abc
-from itertools import pairwise
 
 from engine.beam_groups import BeamGroup, stalled_sequences
 from engine.beam_search import BeamSearch, Candidates
 from engine.block_manager import BlockManager
 from engine.capacity import check_capacity
 from engine.deadlines import Deadlines
+from engine.drafts import with_drafts
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams
 from engine.seats import Seats
 from engine.sequence import COMPLETE, FinishReason, Sequence, SequenceState, rank
@@ -174,12 +174,17 @@ class Scheduler:
             to_score = max(0, to_score - len(scheduled[-1].scored))
         return StepPlan(tuple(scheduled), tuple(copies))
 
+    def with_drafts(self, plan: StepPlan, drafts: abc.Sequence[tuple[int, ...]]) -> StepPlan:
+        """The plan with `drafts[i]` behind row i, or what of them there is room for."""
+        num_tokens, num_growing = self._budget.num_tokens, len(self._running)
+        return with_drafts(plan, drafts, self._blocks, num_tokens, num_growing)
+
     def update(
-        self, plan: StepPlan, sampled: abc.Sequence[int | Candidates | None], now: float
+        self, plan: StepPlan, sampled: abc.Sequence[int | list[int] | Candidates | None], now: float
     ) -> list[Sequence]:
         """Take in a step's result: `sampled[i]` is row i's next token, None where it has none.
 
-        A beam's row has candidates in its place.
+        A beam's row has candidates in its place, one with drafts all that were drawn.
 
         Returns every sequence that got a token or was ended here since the last update. Rows whose
         sequence was finished or aborted since the plan was made are passed over. A row that should
@@ -195,12 +200,14 @@ class Scheduler:
                 group = self._beams[sequence.request_id]
                 group.offers[sequence] = (row.num_scheduled_tokens, token_id)
                 continue
-            self._blocks.mark_computed(sequence, row.num_scheduled_tokens)
+            num_confirmed = 0
+            if token_id is not None:
+                drawn = token_id if isinstance(token_id, list) else [token_id]
+                num_confirmed = sequence.take_in(drawn, self._eos_token_ids) - 1
+                changed.append(sequence)
+            self._blocks.mark_computed(sequence, row.num_scheduled_tokens + num_confirmed)
             if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
                 self._release_held(sequence)
-            if token_id is not None:
-                sequence.token_ids.append(token_id)
-                changed.append(sequence)
             sequence.mark_scored()
             if token_id is not None or (sequence.ending and not sequence.num_uncomputed_tokens):
                 self._end_if_complete(sequence)
@@ -239,17 +246,7 @@ class Scheduler:
         """Assert that the books balance: every sequence in one place, every block accounted for."""
         held = [sequence for children in self._held.values() for sequence in children]
         unfinished = [sequence for group in self._requests.values() for sequence in group]
-        placed = [*self._running, *self._waiting, *held]
-        assert len(placed) == len(unfinished), "a sequence is lost or in two places"
-        assert set(placed) == set(unfinished), "a sequence is lost or in two places"
-        for queue in (self._running, self._waiting):
-            assert all(rank(a) < rank(b) for a, b in pairwise(queue)), "out of order"
-        assert all(s.state is SequenceState.RUNNING for s in self._running)
-        for sequence in (*self._waiting, *held):
-            assert sequence.state is SequenceState.WAITING, sequence
-            assert not sequence.block_table, sequence
-            assert not sequence.num_computed_tokens, sequence
-        assert len(self._running) <= self._seats.max_num_seqs
+        self._seats.check(self._waiting, held, unfinished)
         assert self._num_blocks_wanted == sum(map(self._seats.num_blocks_at_most, unfinished))
         self._blocks.check(self._running)
 

@@ -4,6 +4,7 @@ Knows nothing of requests. Who is let in, and who is preempted for it, the Sched
 """
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence, SequenceState, rank
@@ -57,6 +58,22 @@ class Seats:
             ):
                 return victims[::-1]
         return None
+
+    def check(
+        self, waiting: list[Sequence], held: list[Sequence], unfinished: list[Sequence]
+    ) -> None:
+        """Assert that each unfinished sequence is in one place, and in order there."""
+        placed = [*self.running, *waiting, *held]
+        assert len(placed) == len(unfinished), "a sequence is lost or in two places"
+        assert set(placed) == set(unfinished), "a sequence is lost or in two places"
+        for queue in (self.running, waiting):
+            assert all(rank(a) < rank(b) for a, b in pairwise(queue)), "out of order"
+        assert all(s.state is SequenceState.RUNNING for s in self.running)
+        for sequence in (*waiting, *held):
+            assert sequence.state is SequenceState.WAITING, sequence
+            assert not sequence.block_table, sequence
+            assert not sequence.num_computed_tokens, sequence
+        assert len(self.running) <= self.max_num_seqs
 
     def _num_growing(self, num_kept: int) -> int:
         """Of the first `num_kept` running sequences, those that may yet take another block.

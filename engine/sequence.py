@@ -26,6 +26,9 @@ class TokenFilter(Protocol):
     def mask(self, generated_ids: abc.Sequence[int]) -> bytes:
         """One bit for each id, lowest first. Raises ValueError: from here on nothing may come."""
 
+    def num_allowed(self, generated_ids: abc.Sequence[int], draft_ids: abc.Sequence[int]) -> int:
+        """How many of the drafts may come, one after the other."""
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended. Never a lie: a deadline is not a length."""
@@ -85,6 +88,14 @@ class Sequence:
         if self.num_scored_tokens is not None:
             told = min(self.num_computed_tokens + 1, self.num_tokens)
             self.num_scored_tokens = max(self.num_scored_tokens, told)
+
+    def take_in(self, drawn: abc.Sequence[int], eos_token_ids: frozenset[int]) -> int:
+        """Append what was drawn, up to what ends the sequence; returns how many tokens that is."""
+        for count, token_id in enumerate(drawn, start=1):
+            self.token_ids.append(token_id)
+            if self.reason_to_end(eos_token_ids) is not None:
+                return count
+        return len(drawn)
 
     def reason_to_end(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why no more tokens are to be drawn behind the newest; None while there are."""

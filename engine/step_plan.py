@@ -7,10 +7,20 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A row of a step: tokens [num_computed_tokens, num_computed_tokens + this many)."""
+    """A row of a step: tokens [num_computed_tokens, num_computed_tokens + this many).
+
+    Behind the last known token may stand drafts: tokens that are guessed to come next, computed
+    with it. They are tokens known but not yet computed, for this step alone.
+    """
 
     sequence: Sequence
     num_scheduled_tokens: int
+    draft_ids: tuple[int, ...] = ()  # only of a row that samples
+
+    @property
+    def num_tokens(self) -> int:
+        """What the row costs."""
+        return self.num_scheduled_tokens + len(self.draft_ids)
 
     @property
     def samples(self) -> bool:
@@ -48,15 +58,19 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_scheduled_tokens for row in self.scheduled)
+        return sum(row.num_tokens for row in self.scheduled)
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(row.draft_ids) for row in self.scheduled)
 
     @property
     def empty(self) -> bool:
         return not self.scheduled
 
     def half(self) -> "StepPlan":
-        """The first half of its tokens, at least one; the last row may be cut short."""
-        budget = max(1, self.num_tokens // 2)
+        """The first half of its known tokens, at least one; the last row may be cut short."""
+        budget = max(1, (self.num_tokens - self.num_drafts) // 2)
         rows = []
         for row in self.scheduled:
             num_tokens = min(row.num_scheduled_tokens, budget)

@@ -21,6 +21,9 @@ class Totals:
     generated_tokens: int = 0
     scheduled_tokens: int = 0
     scheduled_seqs: int = 0
+    drawing_seqs: int = 0
+    draft_tokens: int = 0
+    confirmed_tokens: int = 0
     peak_used_blocks: int = 0
     step_s: float = 0.0
     run_s: float = 0.0
@@ -33,6 +36,8 @@ class Totals:
         self.peak_step_seqs = max(self.peak_step_seqs, self.last_step_seqs)
         self.scheduled_seqs += self.last_step_seqs
         self.scheduled_tokens += self.last_step_tokens
+        self.drawing_seqs += sum(row.samples for row in plan.scheduled)
+        self.draft_tokens += plan.num_drafts
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
 
     def stats(self, scheduler: Scheduler, config: EngineConfig, num_outside: int) -> EngineStats:
@@ -58,6 +63,9 @@ class Totals:
             generated_tokens=self.generated_tokens,
             scheduled_tokens=self.scheduled_tokens,
             scheduled_seqs=self.scheduled_seqs,
+            drawing_seqs=self.drawing_seqs,
+            draft_tokens=self.draft_tokens,
+            confirmed_tokens=self.confirmed_tokens,
             peak_used_blocks=self.peak_used_blocks,
             step_s=self.step_s,
             run_s=self.run_s,

@@ -121,6 +121,15 @@ class Settings:
         high=1 << 27,
     )  # fmt: skip
     prefix_caching: bool = _setting(True, "Share the KV blocks of equal prompt beginnings.")
+    speculation: str = _setting(
+        "off",
+        "ngram: guess tokens from a job's own text, several of which one step can confirm. Changes "
+        "no text; pauses where it does not pay.",
+        choices=("off", "ngram"),
+    )
+    num_draft_tokens: int = _setting(
+        4, "Tokens guessed for one sequence in a step, at most.", unit="tokens", low=1, high=32
+    )
     threads: int | None = _setting(
         None, "CPU threads of the engine; unset: PyTorch's choice.", low=1, high=4096
     )

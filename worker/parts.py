@@ -163,6 +163,8 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         step_target_ms=settings.step_target_ms,
         max_model_len=settings.max_model_len,
         enable_prefix_caching=settings.prefix_caching,
+        speculation=settings.speculation,
+        num_draft_tokens=settings.num_draft_tokens,
         num_threads=settings.threads,
     )
 

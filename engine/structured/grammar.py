@@ -207,6 +207,14 @@ class GrammarState:
             if not generated_ids:
                 self._grammar.first_cost_s = self.cost_s
 
+    def num_allowed(self, generated_ids: Sequence[int], draft_ids: Sequence[int]) -> int:
+        """How many of the drafts may follow the generated ids; behind a complete form none."""
+        self._go_back(generated_ids)
+        self.catch_up(generated_ids)
+        if len(self._ids) < len(generated_ids):
+            return 0
+        return self._matcher.validate_tokens(list(draft_ids))
+
     def catch_up(self, generated_ids: Sequence[int]) -> None:
         """Take in ids beforehand, where it holds nobody up. What is wrong with them shows later."""
         for token_id in generated_ids[len(self._ids) :]:
@@ -215,10 +223,8 @@ class GrammarState:
             self._ids.append(token_id)
 
     def _mask(self, generated_ids: Sequence[int]) -> bytes:
-        num_taken = len(self._ids)
-        if list(generated_ids[:num_taken]) != self._ids:  # another past: begin again
-            self._matcher, self._ids, num_taken = self._grammar.fresh(), [], 0
-        for token_id in generated_ids[num_taken:]:
+        self._go_back(generated_ids)
+        for token_id in generated_ids[len(self._ids) :]:
             if not self._matcher.consume_token(token_id):
                 raise self._error()
             self._ids.append(token_id)
@@ -226,6 +232,24 @@ class GrammarState:
         if self._matcher.is_error():
             raise self._error()
         return mask
+
+    def _go_back(self, generated_ids: Sequence[int]) -> None:
+        """Forget what was taken in and has not come to be: drafts that were wrong."""
+        num_taken = len(self._ids)
+        if list(generated_ids[:num_taken]) == self._ids:
+            return
+        pairs = zip(self._ids, generated_ids, strict=False)
+        num_shared = next(
+            (i for i, (taken, token_id) in enumerate(pairs) if taken != token_id),
+            min(num_taken, len(generated_ids)),
+        )
+        # once it has stopped, at the end of a form or in an error, it does not come back
+        goes_back = not self._matcher.is_stopped() and self._matcher.rollback(
+            num_taken - num_shared
+        )
+        if not goes_back:
+            self._matcher, num_shared = self._grammar.fresh(), 0
+        del self._ids[num_shared:]
 
     def _error(self) -> GrammarError:
         message = self._matcher.get_error()

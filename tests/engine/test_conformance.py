@@ -35,6 +35,7 @@ SAME = "same"
 GREEDY = "test_greedy_reference.py"
 OPTIONS = "test_sampling_options.py"
 SEEDED = "test_seeded_tokens.py"
+DRAFTS = "speculation/test_same_output.py"
 ONE_BY_ONE = f"{OPTIONS}::test_each_option_shows_in_the_output"
 DRAWN = "test_sampler.py::test_tokens_come_as_often_as_their_probability_says"
 PROCESSED = "test_logits_processors.py::test_tokens_come_as_often_as_the_processed_softmax_says"
@@ -114,6 +115,9 @@ FEATURES = (
     Feature("prefix cache", "`cached_tokens`", "`enable_prefix_caching`", NONE,
             (f"{GREEDY}::test_without_a_prefix_cache",
              f"{GREEDY}::test_all_together_and_again_from_the_prefix_cache")),
+    Feature("speculative decoding", NONE, "`speculative_config`", "`prompt_lookup_num_tokens`",
+            (f"{DRAFTS}::test_every_row_among_all_others_is_as_it_is_alone",
+             f"{DRAFTS}::test_what_is_drawn_with_drafts_has_the_model_s_own_distribution")),
     Feature("preemption without loss", NONE, "recompute", NONE,
             (f"{GREEDY}::test_with_so_few_blocks_that_sequences_are_preempted",
              f"{SEEDED}::test_in_any_batch_shuffled_and_preempted_each_is_as_alone")),

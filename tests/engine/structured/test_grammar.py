@@ -74,6 +74,30 @@ def test_a_mask_is_a_function_of_the_generated_ids_alone(vocabulary, tokenizer):
         assert wandering.mask(known) == fresh.mask(known)
 
 
+def test_drafts_are_allowed_as_far_as_the_masks_allow_them(vocabulary, tokenizer):
+    """Whatever was guessed, and asked about, before."""
+    grammar = Grammar(vocabulary, translate(form("json", '{"type":"object"}')))
+    texts = ['{"a": 1, "b": [true, null]}', '{"xyz": "a\\nb"}', '{"a": 2, "b": {}}', '{"a": tru']
+    rng = random.Random(5)
+    guessing, counts = grammar.state(), []
+    for _ in range(60):
+        ids = [*tokenizer.encode(rng.choice(texts)), EOS]
+        known = ids[: rng.randrange(len(ids))]
+        drafts = (ids[len(known) :] + tokenizer.encode("{ x"))[: rng.randrange(1, 8)]
+        num_allowed = guessing.num_allowed(known, drafts)
+        fresh = Grammar(vocabulary, translate(form("json", '{"type":"object"}'))).state()
+        if EOS in drafts:  # an end may count or not: nothing is drawn behind it
+            drafts = drafts[: drafts.index(EOS)]
+            num_allowed = min(num_allowed, len(drafts))
+        for i, draft in enumerate(drafts[: num_allowed + 1]):
+            assert (draft in allowed(fresh.mask(known + drafts[:i]))) == (i < num_allowed)
+        counts.append(num_allowed)
+        if rng.random() < 0.5:
+            num_masks = rng.randrange(num_allowed + 1)
+            assert guessing.mask(known + drafts[:num_masks])
+    assert len(set(counts)) > 4
+
+
 def test_no_id_beyond_the_vocabulary_and_no_special_one_is_allowed(vocabulary, tokenizer):
     ids = allowed(Grammar(vocabulary, translate(form("regex", "(.|\\n)*"))).state().mask([]))
     assert max(ids) < tokenizer.vocab_size
