@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint up bench chaos clean
+.PHONY: help setup demo test lint up bench chaos simulate clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -40,6 +40,9 @@ bench: setup  ## measure the engine alone and the whole service
 
 chaos: setup  ## kill processes and servers under load; check that nothing is lost
 	$(BIN)/python -m pytest tests/chaos -v
+
+simulate: setup  ## run SEEDS (10,000) random deployments from seed FIRST (0) on, in one thread
+	$(BIN)/python -m tests.simulation.service $(or $(FIRST),0) $(or $(SEEDS),10000)
 
 clean:  ## remove .venv and caches; models and databases in .tokenmill stay
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
