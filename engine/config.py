@@ -17,7 +17,9 @@ class EngineConfig:
     # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32, but rounds
     # what bfloat16 weights are multiplied by where that is asked for and it has instructions for it
     dtype: str = "auto"
-    quantization: str = "none"  # int8: weights in 8 bits, by a CPU's compiled kernels
+    # of weights that a checkpoint has in 16 bits or more: int8, by a CPU's compiled kernels or on a
+    # GPU; there int4, and fp8 with what they are multiplied by, too
+    quantization: str = "none"
     # on a CPU another type for the KV cache: int8 has a scale for each token's key, and value, of a
     # head; auto is what dtype says, but float16 where that is auto and weights are in 8 bits
     kv_cache_dtype: str = "auto"
@@ -48,8 +50,10 @@ class EngineConfig:
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
             )
-        if self.quantization not in ("none", "int8"):
-            raise ValueError(f"quantization must be none or int8, got {self.quantization!r}")
+        if self.quantization not in ("none", "int8", "int4", "fp8"):
+            raise ValueError(
+                f"quantization must be none, int8, int4 or fp8, got {self.quantization!r}"
+            )
         if self.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", "int8"):
             raise ValueError(
                 f"kv_cache_dtype must be auto, float32, float16, bfloat16 or int8, "

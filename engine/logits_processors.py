@@ -10,7 +10,7 @@ frequency penalty and logit bias; vLLM, bad words.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels import draws
 from engine.sampling_params import SamplingParams
 from engine.token_masks import apply_masks
 from engine.token_rules import TokenRules
+
+# of `Kernels`
+Penalize = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class TokenTally:
@@ -161,11 +165,13 @@ class ProcessedRow(Protocol):
 def process(
     logits: Tensor,  # [R, vocab] float32, changed
     rows: Sequence[ProcessedRow],  # [R]
+    penalize: Penalize = draws.penalize,
 ) -> list[int]:
     """Apply each row's options to its logits; returns which rows were changed."""
     changed = [i for i, row in enumerate(rows) if _asks(row)]
     if changed:
-        _penalize(logits, [(i, rows[i]) for i in changed if rows[i].tally is not None])
+        with_tally = [(i, rows[i]) for i in changed if rows[i].tally is not None]
+        _penalize(logits, with_tally, penalize)
         _add_bias(logits, [(i, rows[i]) for i in changed if rows[i].params.logit_bias])
         _allow(logits, [(i, ids) for i in changed if (ids := rows[i].params.allowed_token_ids)])
         apply_masks(logits, {i: mask for i in changed if (mask := rows[i].mask) is not None})
@@ -186,7 +192,7 @@ def _asks(row: ProcessedRow) -> bool:
     )
 
 
-def _penalize(logits: Tensor, rows: list[tuple[int, ProcessedRow]]) -> None:
+def _penalize(logits: Tensor, rows: list[tuple[int, ProcessedRow]], penalize: Penalize) -> None:
     tallies = [(i, row.params, row.tally) for i, row in rows if row.tally is not None]
     tallies = [(i, params, tally) for i, params, tally in tallies if len(tally.ids)]
     if not tallies:
@@ -196,16 +202,18 @@ def _penalize(logits: Tensor, rows: list[tuple[int, ProcessedRow]]) -> None:
     def each(values: list[float]) -> Tensor:
         return _tensor(np.repeat(np.array(values, dtype=np.float32), lengths), logits)
 
-    places = _places(logits, [(i, tally.ids) for i, _, tally in tallies])
+    rows_of, ids_of = _places(logits, [(i, tally.ids) for i, _, tally in tallies])
     counts = _tensor(np.concatenate([tally.counts for _, _, tally in tallies]), logits)
-    tiny, huge = torch.finfo(logits.dtype).tiny, torch.finfo(logits.dtype).max
-    repetition = each([max(params.repetition_penalty, tiny) for _, params, _ in tallies])
-    values = logits[places]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= each([params.frequency_penalty for _, params, _ in tallies]) * counts
-    values -= each([params.presence_penalty for _, params, _ in tallies]) * (counts > 0)
-    # the least repetition penalties divide beyond float32; an infinity of the model's own stays
-    logits[places] = torch.where(logits[places].isfinite(), values.clamp(-huge, huge), values)
+    tiny = torch.finfo(logits.dtype).tiny
+    terms = torch.stack(
+        (
+            counts,
+            each([max(params.repetition_penalty, tiny) for _, params, _ in tallies]),
+            each([params.frequency_penalty for _, params, _ in tallies]),
+            each([params.presence_penalty for _, params, _ in tallies]),
+        )
+    )
+    penalize(logits, rows_of * logits.shape[1] + ids_of, terms)
 
 
 def _add_bias(logits: Tensor, rows: list[tuple[int, ProcessedRow]]) -> None:

@@ -96,11 +96,13 @@ class ModelRunner:
                     device=self.device,
                     kernels=self._kernels,
                     packing=packing,
+                    quantization="none" if packing is not None else config.quantization,
                 )
                 self._draws = compiled_draws(packing)
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
             # a cache filled in another type, or by other kernels, holds other numbers
-            self.model_id = checkpoint.fingerprint + f"{dtype} {kv_dtype} {packing}".encode()
+            kept_as = f"{dtype} {kv_dtype} {packing} {config.quantization}"
+            self.model_id = checkpoint.fingerprint + kept_as.encode()
         self.vocab_size = self._model.vocab_size
         self.max_model_len = _max_model_len(config, self._model)
         self._draws_of = Draws(self.eos_token_ids)

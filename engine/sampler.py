@@ -19,7 +19,9 @@ from torch import Tensor
 
 from engine import logits_processors
 from engine.beam_search import Candidates
+from engine.kernels import draws
 from engine.kernels.philox import philox_4x32_10
+from engine.kernels.registry import Kernels
 from engine.logits_processors import TokenTally
 from engine.sampling_params import SamplingParams
 
@@ -66,31 +68,37 @@ def sample(
     logits: Tensor,  # [R, vocab] float32, changed where a row asks for it
     rows: Sequence[SampledRow],  # [R]
     compiled: CompiledDraws | None = None,  # where there are such
+    on_device: Kernels | None = None,  # to draw with, rows of all kinds at once
 ) -> list[int | Candidates | NumericalError]:
     """One token id for each row, a beam's candidates, or the error of a row that is broken."""
     assert logits.shape[0] == len(rows)
     if not rows:
         return []
     results: list[int | Candidates | NumericalError] = [NumericalError("unset")] * len(rows)
-    groups: dict[str, list[int]] = {"beams": [], "greedy": [], "filtered": [], "plain": []}
+    groups: dict[str, list[int]] = {
+        "beams": [], "greedy": [], "filtered": [], "plain": [], "on_device": []
+    }  # fmt: skip
     # options act on a beam's log-probabilities, as in transformers: none are made up for by others
     beams = [i for i, row in enumerate(rows) if row.num_candidates]
     if beams:
         logits[beams] = logits[beams].log_softmax(dim=-1)
-    errors = _errors(logits, rows)
+    errors = _errors(logits, rows, draws.penalize if on_device is None else on_device.penalize)
     for i, row in enumerate(rows):
         if i in errors:
             nothing = row.num_candidates and isinstance(errors[i], NothingAllowedError)
             results[i] = () if nothing else errors[i]  # other beams may go on
         else:
-            groups[_group(row, logits.shape[1])].append(i)
+            kind = _group(row, logits.shape[1])
+            groups[kind if on_device is None or kind == "beams" else "on_device"].append(i)
     for name, indices in groups.items():
         if not indices:
             continue
         part = logits if len(indices) == len(rows) else logits[indices]
         chosen = [rows[i] for i in indices]
         tokens: Sequence[int | Candidates]
-        if name == "greedy" and compiled is not None:
+        if name == "on_device" and on_device is not None:
+            tokens = draw_on_device(part, chosen, on_device).tolist()
+        elif name == "greedy" and compiled is not None:
             tokens = compiled.argmax(part)
         elif name == "plain" and compiled is not None:
             tokens = compiled.gumbel_argmax(
@@ -105,7 +113,40 @@ def sample(
     return results
 
 
-def _errors(logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, NumericalError]:
+def draw_on_device(
+    logits: Tensor,  # [R, vocab] float32
+    rows: Sequence[SampledRow],  # [R], whose options have been applied
+    kernels: Kernels,
+) -> Tensor:  # [R] int64, `draws.BROKEN` where no token can be drawn
+    """One token id for each row, without a wait for the device."""
+    params = [row.params for row in rows]
+    numbers = np.array(
+        [
+            (0.0, 1.0, -math.inf)
+            if p.greedy
+            else (p.temperature, p.top_p, math.log(p.min_p) if p.min_p > 0 else -math.inf)
+            for p in params
+        ]
+    )
+    words = np.array([(max(r.params.top_k, 0), r.seed, r.position) for r in rows], dtype=np.uint64)
+    return kernels.draw(
+        logits,
+        sent(torch.from_numpy(numbers), logits.device),
+        sent(torch.from_numpy(words.view(np.int64)), logits.device),
+    )
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait for it."""
+    if device.type != "cuda":
+        return values.to(device)
+    # from memory that is not pinned the copy would be made before the call returns
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def _errors(
+    logits: Tensor, rows: Sequence[SampledRow], penalize: logits_processors.Penalize
+) -> dict[int, NumericalError]:
     """Apply the rows' options; returns by row why no token can be drawn, where that is so."""
     errors: dict[int, NumericalError] = {}
     # NaN is the largest of all to amax
@@ -114,7 +155,7 @@ def _errors(logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, NumericalEr
             errors[i] = NumericalError(
                 f"the logits for token {rows[i].position} are not finite numbers"
             )
-    changed = [i for i in logits_processors.process(logits, rows) if i not in errors]
+    changed = [i for i in logits_processors.process(logits, rows, penalize) if i not in errors]
     if changed:
         peaks = logits[changed].amax(dim=-1).isfinite().tolist()
         for i, peak_is_finite in zip(changed, peaks, strict=True):
@@ -197,29 +238,15 @@ def _keep(
     values: Tensor,  # [R, K] float64 log-probabilities of the K likeliest tokens, falling
     params: Sequence[SamplingParams],  # [R]
 ) -> tuple[Tensor, Tensor]:  # [R, K], [R] bool
-    """Which candidates stay, and in which rows no token beyond the candidates could stay too.
-
-    A filter keeps or drops tokens of equal probability together, so the order in which they come
-    does not matter. top_p is measured on what top_k leaves.
-    """
-
     def column(numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=values.dtype, device=values.device).unsqueeze(1)
 
-    width = values.shape[1]
-    top_k = column([p.top_k if p.top_k > 0 else torch.inf for p in params])
-    top_p = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params])
-    min_p = column([p.min_p for p in params])
-    kth = values.gather(1, (top_k.clamp(max=width) - 1).long())
-    in_k = (values > -torch.inf) & ((values >= kth) | (top_k > width))
-    mass = values.exp() * in_k
-    total = torch.where(top_k.isfinite(), mass.sum(dim=1, keepdim=True), 1.0)
-    likelier = mass.cumsum(dim=1) - mass  # the mass of the tokens before
-    num_in_p = (in_k & (likelier < top_p * total)).sum(dim=1, keepdim=True)
-    lowest = values.gather(1, (num_in_p - 1).clamp(min=0))
-    kept = in_k & (values >= lowest) & (values >= values[:, :1] + min_p.log())
-    open_ended = kept[:, -1] | (in_k[:, -1] & top_k.isfinite().squeeze(1))
-    return kept, ~open_ended
+    return draws.kept_candidates(
+        values,
+        column([p.top_k if p.top_k > 0 else torch.inf for p in params]),
+        column([p.top_p if p.top_p < 1.0 else torch.inf for p in params]),
+        column([p.min_p for p in params]).log(),
+    )
 
 
 def _scaled(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
@@ -251,12 +278,13 @@ def _gumbel(
         nothing = np.zeros_like(position)
         word = philox_4x32_10((ids, position, nothing, nothing), (low, high))[0]
         return torch.from_numpy(-np.log(-np.log((word + 0.5) * 2.0**-32)))
-    columns = torch.from_numpy(words.view(np.int64)).to(token_ids.device).unsqueeze(2)
-    position, low, high = columns.unbind(1)
-    zero = torch.zeros_like(position)
-    counter = (token_ids, position, zero, zero)
-    uniform = (philox_4x32_10(counter, (low, high))[0].double() + 0.5) * 2.0**-32
-    return -(-uniform.log()).log()
+    on_device = torch.tensor([[0, _signed(r.seed), r.position] for r in rows])
+    return draws.gumbel(token_ids, on_device.to(token_ids.device))
+
+
+def _signed(word: int) -> int:
+    """64 bits as int64 has them."""
+    return word - (word >> 63 << 64)
 
 
 _DRAWS: dict[str, Callable[[Tensor, Sequence[SampledRow]], Sequence[int | Candidates]]] = {

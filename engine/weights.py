@@ -189,16 +189,17 @@ class Checkpoint:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor in the file's own type, on the CPU, mapped from the file."""
-        found = self._find(name)
-        if tuple(found.get_shape()) != shape:
-            raise TensorShapeError(
-                f"{self.folder}: {name} must have shape {list(shape)}, got {found.get_shape()}"
-            )
         self.dtype_of(name)
-        self._taken.add(name)
-        stored = self._stored_as.get(name, name)
-        tensor: Tensor = self._handle(self._file_of[name]).get_tensor(stored)
-        return tensor
+        return self._take(name, shape)
+
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Likewise a tensor of 32-bit integers, as quantised checkpoints have them."""
+        found = self._find(name)
+        if found.get_dtype() != "I32":
+            raise UnsupportedModelError(
+                f"{self.folder}: {name} has type {found.get_dtype()}, must have I32"
+            )
+        return self._take(name, shape)
 
     @property
     def names(self) -> Iterable[str]:
@@ -289,6 +290,17 @@ class Checkpoint:
                     file.seek(i * max(0, size - 65536) // (SAMPLES_PER_FILE - 1))
                     digest.update(file.read(65536))
         return digest.digest()
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        found = self._find(name)
+        if tuple(found.get_shape()) != shape:
+            raise TensorShapeError(
+                f"{self.folder}: {name} must have shape {list(shape)}, got {found.get_shape()}"
+            )
+        self._taken.add(name)
+        stored = self._stored_as.get(name, name)
+        tensor: Tensor = self._handle(self._file_of[name]).get_tensor(stored)
+        return tensor
 
     def _find(self, name: str) -> Any:
         """A tensor's place in its file."""

@@ -81,7 +81,10 @@ class Settings:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = _setting(
-        "none", "int8: weights in 8 bits, on a CPU with compiled kernels.", choices=("none", "int8")
+        "none",
+        "Of a checkpoint's 16-bit weights. int8: 8 bits, on a CPU with compiled kernels or a GPU; "
+        "on a GPU int4, too, and fp8: float8 products, from compute capability 8.9 on.",
+        choices=("none", "int8", "int4", "fp8"),
     )
     kv_cache_dtype: str = _setting(
         "auto",

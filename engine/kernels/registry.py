@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import reference
+from engine.kernels import draws, fp8, packed_weight, reference
+from engine.kernels.packed_weight import PackedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,10 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One implementation of each operation; shapes and meaning are those of `reference`."""
+    """One implementation of each operation.
+
+    Shapes and meaning are those of `reference`, of `draws`, `packed_weight` and `fp8`.
+    """
 
     paged_attention: PagedAttention
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -47,6 +51,10 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     gelu_mul: Callable[[Tensor], Tensor]
     moe: Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+    packed_linear: Callable[[Tensor, PackedWeight, Tensor | None], Tensor]
+    fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor]
+    penalize: Callable[[Tensor, Tensor, Tensor], None]
 
 
 REFERENCE = Kernels(
@@ -59,6 +67,10 @@ REFERENCE = Kernels(
     silu_mul=reference.silu_mul,
     gelu_mul=reference.gelu_mul,
     moe=reference.moe,
+    packed_linear=packed_weight.packed_linear,
+    fp8_linear=fp8.fp8_linear,
+    draw=draws.draw,
+    penalize=draws.penalize,
 )
 
 

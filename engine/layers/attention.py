@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kernels.registry import Kernels
-from engine.layers.linear import Linear
+from engine.layers.linear import AnyLinear
 from engine.layers.norm import RMSNorm
 
 
@@ -23,8 +23,8 @@ class AttentionMetadata:
 class Attention:
     """Grouped-query attention; norms of query and key as in Qwen3, the window Mistral's."""
 
-    qkv: Linear  # rows: query heads, key heads, value heads
-    out: Linear
+    qkv: AnyLinear  # rows: query heads, key heads, value heads
+    out: AnyLinear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     num_heads: int

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.kernels.registry import Kernels
-from engine.layers.linear import Linear
+from engine.layers.linear import AnyLinear
 
 
 class GatedMLP:
@@ -13,8 +13,8 @@ class GatedMLP:
 
     def __init__(
         self,
-        gate_up: Linear,
-        down: Linear,
+        gate_up: AnyLinear,
+        down: AnyLinear,
         activate: Callable[[Tensor], Tensor],  # silu_mul or gelu_mul
     ) -> None:
         self.gate_up = gate_up
@@ -33,7 +33,7 @@ class Experts:
 
     def __init__(
         self,
-        router: Linear,
+        router: AnyLinear,
         gate_up: Tensor,  # [num_experts, 2 × D, hidden]
         down: Tensor,  # [num_experts, hidden, D]
         *,

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from engine.kernels.memory import allocate
+from engine.kernels.packed_weight import PackedWeight, stack
 from engine.kernels.registry import Kernels
 from engine.kv_cache import LayerShape
 from engine.layers.attention import Attention, AttentionMetadata
 from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
+from engine.layers.linear import AnyLinear, Linear, PackedLinear, quantized
 from engine.layers.mlp import Experts, GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
+from engine.models.quantization import StoredQuantization
 from engine.models.settings import DecoderSettings
-from engine.weights import Checkpoint
+from engine.weights import Checkpoint, UnsupportedModelError
 
 # buffers that old checkpoints saved, and the output matrix of a model that uses its input one
 IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
@@ -49,9 +51,10 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        quantization: str = "none",  # of weights that are not stored in few bits: int8, int4, fp8
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
-        loader = DecoderLoader(checkpoint, settings, dtype, device, kernels)
+        loader = DecoderLoader(checkpoint, settings, dtype, device, kernels, quantization)
         self.vocab_size = settings.vocab_size
         self.max_position_embeddings = settings.max_position_embeddings
         kept = LayerShape(num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim)
@@ -129,8 +132,11 @@ class DecoderLoader:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        quantization: str = "none",  # unpacked: what is stored in few bits is kept whole
     ) -> None:
         self.checkpoint = checkpoint
+        self.stored = StoredQuantization.from_config(checkpoint.config)
+        self.quantization = quantization
         self.settings = settings
         self.dtype = dtype
         self.device = device
@@ -190,6 +196,8 @@ class DecoderLoader:
     def experts(self, prefix: str) -> Experts:
         s = self.settings
         assert s.experts is not None
+        if self.stored is not None or self.quantization not in ("none", "unpacked"):
+            raise UnsupportedModelError("experts in few bits are not computed")
         router = self.linear({f"{prefix}.gate": s.experts.num_experts}, s.hidden_size, False)
         prefix = f"{prefix}.experts"
         count, size = s.experts.num_experts, s.experts.intermediate_size
@@ -218,23 +226,55 @@ class DecoderLoader:
             place.copy_(part)
         return stack
 
-    def linear(self, parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+    def linear(self, parts: dict[str, int], num_inputs: int, has_bias: bool) -> AnyLinear:
         """Projections of one input, as name -> rows, stacked into one."""
-        num_outputs = sum(parts.values())
+        bias = self.bias(parts) if has_bias else None
+        if self.stored is not None and self.stored.holds(self.checkpoint, list(parts)):
+            packed = self.packed(self.stored, parts, num_inputs, has_bias)
+            if self.quantization != "unpacked":
+                return PackedLinear(packed.to(self.device), bias, self.kernels)
+            return Linear(packed.dequantized(self.dtype).to(self.device), bias)
+        weight = self.weight(parts, num_inputs)
+        if self.quantization in ("none", "unpacked"):
+            return Linear(weight, bias)
+        try:
+            return quantized(weight, bias, self.quantization, self.kernels)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{', '.join(parts)}: {error}") from error
+
+    def weight(self, parts: dict[str, int], num_inputs: int) -> Tensor:  # [rows of all, in]
         # taken before there is room for them: their shapes are the file's, the settings only say so
         taken = [
             self.checkpoint.take(f"{name}.weight", (rows, num_inputs))
             for name, rows in parts.items()
         ]
-        weight = allocate((num_outputs, num_inputs), self.dtype, self.device)
-        bias = allocate((num_outputs,), self.dtype, self.device) if has_bias else None
-        start = 0
-        for (name, rows), part in zip(parts.items(), taken, strict=True):
-            weight[start : start + rows].copy_(part)
-            if bias is not None:
-                bias[start : start + rows].copy_(self.checkpoint.take(f"{name}.bias", (rows,)))
-            start += rows
-        return Linear(weight, bias)
+        weight = allocate((sum(parts.values()), num_inputs), self.dtype, self.device)
+        for place, part in zip(torch.split(weight, list(parts.values())), taken, strict=True):
+            place.copy_(part)
+        return weight
+
+    def bias(self, parts: dict[str, int]) -> Tensor:  # [rows of all]
+        bias = allocate((sum(parts.values()),), self.dtype, self.device)
+        places = torch.split(bias, list(parts.values()))
+        for place, (name, rows) in zip(places, parts.items(), strict=True):
+            place.copy_(self.checkpoint.take(f"{name}.bias", (rows,)))
+        return bias
+
+    def packed(
+        self, stored: StoredQuantization, parts: dict[str, int], num_inputs: int, has_bias: bool
+    ) -> PackedWeight:
+        """What the checkpoint has in few bits. Files of GPTQ may have biases of nothing beside."""
+        for name, rows in parts.items():
+            beside = not has_bias and f"{name}.bias" in self.checkpoint.names
+            if beside and self.checkpoint.take(f"{name}.bias", (rows,)).any():
+                raise UnsupportedModelError(f"{name} has a bias, which the model has no use of")
+        taken = [
+            stored.take(self.checkpoint, name, rows, num_inputs) for name, rows in parts.items()
+        ]
+        try:
+            return stack(taken)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{', '.join(parts)}: {error}") from error
 
     def norm(self, name: str, size: int) -> RMSNorm:
         weight = self.tensor(f"{name}.weight", size)

@@ -16,6 +16,7 @@ from engine.kv_cache import LayerShape
 from engine.layers.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.packing import Packing
+from engine.models.quantization import StoredQuantization
 from engine.models.settings import DecoderSettings
 from engine.weights import Checkpoint, UnsupportedModelError
 
@@ -47,22 +48,31 @@ def load_model(
     device: torch.device,
     kernels: Kernels,
     packing: Packing | None = None,  # where compiled kernels are to compute what they can
+    quantization: str = "none",  # of weights on a GPU: int8, int4 or fp8
 ) -> Model:
     """Raises a CheckpointError that names what cannot be computed, or is missing or too much."""
-    for name in ("quantization_config", "compression_config"):
-        if checkpoint.config.get(name):
-            raise UnsupportedModelError(
-                f"{name} is not supported: {checkpoint.config[name]!r:.200}"
-            )
+    if checkpoint.config.get("compression_config"):
+        raise UnsupportedModelError(
+            f"compression_config is not supported: {checkpoint.config['compression_config']!r:.200}"
+        )
+    stored = StoredQuantization.from_config(checkpoint.config)
     if "text_config" in checkpoint.config:
         # transformers takes seconds to import, and most checkpoints do without
         from engine.models.hf_text_part import text_part
 
+        if stored is not None:
+            raise UnsupportedModelError(
+                "quantization_config is not supported of a model of text and images"
+            )
         checkpoint = text_part(checkpoint)
     try:
         settings = DecoderSettings.from_config(checkpoint.config)
     except UnsupportedModelError as tier_1:
         _check_unpacked(packing, "transformers computes the model")
+        if stored is not None or quantization != "none":
+            raise UnsupportedModelError(
+                f"weights in few bits need this engine's own decoder: {tier_1}"
+            ) from tier_1
         from engine.models.hf_decoder import HFDecoder
 
         try:
@@ -83,7 +93,14 @@ def load_model(
             in_pairs=packing.in_pairs,
             kv_dtype=packing.kv_dtype,
         )
-    return Decoder(checkpoint, settings, dtype=dtype, device=device, kernels=kernels)
+    return Decoder(
+        checkpoint,
+        settings,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        quantization=quantization,
+    )
 
 
 def _check_unpacked(packing: Packing | None, reason: str) -> None:

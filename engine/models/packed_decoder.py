@@ -26,6 +26,7 @@ from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
 from engine.kv_cache import KVCache, KVCacheShape, LayerShape
 from engine.layers.attention import AttentionMetadata
+from engine.layers.linear import AnyLinear, Linear
 from engine.layers.mlp import GatedMLP
 from engine.models.decoder import (
     IGNORED,
@@ -83,7 +84,7 @@ class PackedDecoder:
         self._table = np.zeros(step.TABLE_SIZE, np.int64)
         self._numbers = np.array([s.rms_norm_eps, s.attention_scale, s.embedding_scale], np.float32)
         self._fill_table()
-        loader = DecoderLoader(checkpoint, s, torch.float32, CPU, REFERENCE)
+        loader = DecoderLoader(checkpoint, s, torch.float32, CPU, REFERENCE, "unpacked")
         self._pack_all(loader)
         checkpoint.check_all_taken(IGNORED_WHEN_TIED if s.tie_word_embeddings else IGNORED)
         self._num_workers = _num_workers()
@@ -289,16 +290,16 @@ class PackedDecoder:
             row[stack.QUERY_NORM] = self._keep(attention.query_norm.weight)
             row[stack.KEY_NORM] = self._keep(attention.key_norm.weight)
         num_parts = s.num_heads + 2 * s.num_kv_heads
-        row[stack.QKV] = self._pack(_fill_rows(attention.qkv.weight, num_parts, head_dim))
-        row[stack.QKV_BIAS] = self._keep_bias(attention.qkv.bias, num_parts, head_dim)
-        out = _fill_rows(attention.out.weight.T, s.num_heads, head_dim).T
-        row[stack.OUT] = self._pack(out)
-        row[stack.OUT_BIAS] = self._keep_bias(attention.out.bias, 1, hidden_size)
+        qkv, out, gate_up, down = map(_whole, (attention.qkv, attention.out, mlp.gate_up, mlp.down))
+        row[stack.QKV] = self._pack(_fill_rows(qkv.weight, num_parts, head_dim))
+        row[stack.QKV_BIAS] = self._keep_bias(qkv.bias, num_parts, head_dim)
+        row[stack.OUT] = self._pack(_fill_rows(out.weight.T, s.num_heads, head_dim).T)
+        row[stack.OUT_BIAS] = self._keep_bias(out.bias, 1, hidden_size)
         width = padded(s.intermediate_size)
-        row[stack.GATE_UP] = self._pack(_fill_rows(mlp.gate_up.weight, 2, width))
-        row[stack.GATE_UP_BIAS] = self._keep_bias(mlp.gate_up.bias, 2, width)
-        row[stack.DOWN] = self._pack(_fill_rows(mlp.down.weight.T, 1, width).T)
-        row[stack.DOWN_BIAS] = self._keep_bias(mlp.down.bias, 1, hidden_size)
+        row[stack.GATE_UP] = self._pack(_fill_rows(gate_up.weight, 2, width))
+        row[stack.GATE_UP_BIAS] = self._keep_bias(gate_up.bias, 2, width)
+        row[stack.DOWN] = self._pack(_fill_rows(down.weight.T, 1, width).T)
+        row[stack.DOWN_BIAS] = self._keep_bias(down.bias, 1, hidden_size)
 
     def _rounded_words(self, num_inputs: int) -> int:
         """float32's worth of memory for a row that is rounded before it is multiplied."""
@@ -330,6 +331,11 @@ def _num_workers() -> int:
         logger.warning("one thread in use: OpenMP does not run %d at once", num_threads)
         return 1
     return num_threads
+
+
+def _whole(linear: AnyLinear) -> Linear:
+    assert isinstance(linear, Linear), "the loader has unpacked it"
+    return linear
 
 
 def _fill_rows(

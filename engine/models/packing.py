@@ -54,7 +54,12 @@ def cache_dtype(config: EngineConfig, device: torch.device, computed: torch.dtyp
 def packing_of(
     config: EngineConfig, device: torch.device, checkpoint: Checkpoint, kv_dtype: torch.dtype
 ) -> Packing | None:
-    """How compiled kernels keep the model, where they can run."""
+    """How compiled kernels keep the model, where they can run.
+
+    Raises ValueError where weights cannot be kept as a setting says.
+    """
+    if device.type == "cpu" and config.quantization in ("int4", "fp8"):
+        raise ValueError(f"quantization {config.quantization} needs a GPU")
     reason = _not_packed_because(config, device)
     if reason is None:
         # weights as the checkpoint has them: nothing is lost, and no byte read that was not there
@@ -70,8 +75,10 @@ def packing_of(
             in_pairs=HAS_PAIRS and kept == torch.bfloat16 and config.dtype == "bfloat16",
             kv_dtype=kv_dtype,
         )
-    if config.quantization != "none":
+    if config.quantization != "none" and device.type == "cpu":
         raise ValueError(f"quantization {config.quantization} needs compiled CPU kernels: {reason}")
+    if config.quantization == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("quantization fp8 needs a GPU of compute capability 8.9 or later")
     if device.type == "cpu" and config.kernels != "reference":
         logger.warning("slow kernels in use, no compiled ones: %s", reason)
     return None

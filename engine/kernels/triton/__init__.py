@@ -9,7 +9,17 @@ from dataclasses import replace
 import torch
 
 from engine.kernels.registry import Kernels
-from engine.kernels.triton import attention, copy, norm, silu, store
+from engine.kernels.triton import (
+    attention,
+    copy,
+    draws,
+    experts,
+    fp8,
+    gates,
+    norm,
+    packed_linear,
+    store,
+)
 
 OLDEST = (8, 0)  # compute capability: older ones have no bfloat16, and no copies that run beside
 
@@ -32,5 +42,11 @@ def provide(kernels: Kernels) -> Kernels:
         copy_blocks=copy.copy_blocks,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
-        silu_mul=silu.silu_mul,
+        silu_mul=gates.silu_mul,
+        gelu_mul=gates.gelu_mul,
+        moe=experts.moe,
+        packed_linear=packed_linear.packed_linear,
+        fp8_linear=fp8.fp8_linear,
+        draw=draws.draw,
+        penalize=draws.penalize,
     )

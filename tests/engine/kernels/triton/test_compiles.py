@@ -8,7 +8,18 @@ interpreter cannot compute with.
 import pytest
 import torch
 
-from engine.kernels.triton import attention, copy, norm, silu, store
+from engine.kernels.packed_weight import pack
+from engine.kernels.triton import (
+    attention,
+    copy,
+    draws,
+    experts,
+    fp8,
+    gates,
+    norm,
+    packed_linear,
+    store,
+)
 from tests.engine.kernels.triton.compiler import SHARED_BYTES, compiled
 
 CAPABILITIES = list(SHARED_BYTES)
@@ -97,7 +108,8 @@ def test_kernels_beside_it(capability, dtype):
         x = torch.empty(num_tokens, hidden, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-6)
         norm.add_rms_norm(x, torch.empty_like(x), x[0], 1e-6)
-        silu.silu_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+        gates.silu_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+        gates.gelu_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
         fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
         query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), 1)
         norm.rms_norm(query, key[0, 0], 1e-6)
@@ -123,3 +135,81 @@ def test_kernels_beside_it(capability, dtype):
         if kernel.name in ("norm_row", "gate_row"):
             # 8 bytes at a time or 16: alignment was seen
             assert ".v2.b32" in kernel.ptx or ".v4.b32" in kernel.ptx, kernel.name
+
+
+@pytest.mark.parametrize("num_tokens", [4, 200, 4000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_experts(capability, dtype, num_tokens):
+    """Of Qwen3-30B-A3B's sizes; with a few pairs to each expert, some and many."""
+    hidden, width, num_experts = 2048, 768, 128
+
+    def launch():
+        # memory that is never touched: nothing is launched
+        experts.moe(
+            torch.empty(num_tokens, hidden, dtype=dtype),
+            torch.zeros(num_tokens, num_experts, dtype=dtype),
+            torch.empty(num_experts, 2 * width, hidden, dtype=dtype),
+            torch.empty(num_experts, hidden, width, dtype=dtype),
+            8,
+            True,
+        )
+
+    kernels = compiled(capability, launch)
+    check(kernels, capability)
+    products = [kernel for kernel in kernels if kernel.name == "multiply_groups"]
+    assert len(products) == 2
+    if dtype == torch.bfloat16:
+        few = {80: "mma.sync", 90: "mma.sync", 100: "mma.sync"}
+        many = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+        for kernel in products:
+            assert (few if num_tokens == 4 else many)[capability] in kernel.ptx
+            assert "cp.async" in kernel.ptx
+
+
+@pytest.mark.parametrize("num_rows", [4, 100, 1000])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(4, torch.bfloat16), (8, torch.float16), (4, torch.float32)], ids=str
+)
+def test_packed_products(capability, bits, dtype, num_rows):
+    """Of Llama-3.1-8B's down projection, in groups of 128; a whole row where there are 8 bits."""
+    num_outputs, num_inputs = 4096, 14336
+
+    def launch():
+        integers = torch.empty(
+            num_outputs, num_inputs, dtype=torch.uint8 if bits == 4 else torch.int8
+        )
+        scales = torch.empty(num_outputs, num_inputs // 128 if bits == 4 else 1).half()
+        zeros = scales.to(torch.int8) if bits == 4 else None
+        x = torch.empty(num_rows, num_inputs, dtype=dtype)
+        packed_linear.packed_linear(x, pack(integers, scales, zeros), x[0, :num_outputs])
+
+    kernels = compiled(capability, launch)
+    assert "multiply_packed" in {kernel.name for kernel in kernels}
+    check(kernels, capability)
+    if dtype != torch.float32:
+        assert any(unit in kernels[0].ptx for unit in ("mma.sync", "wgmma", "tcgen05"))
+
+
+def test_draws(capability):
+    """From Llama 3's vocabulary; in float64, which takes no libm of a device."""
+
+    def launch():
+        logits = torch.empty(3, 128256)
+        draws.draw(logits, logits[:, :3].double(), logits[:, :3].long())
+        draws.penalize(logits, torch.zeros(5, dtype=torch.int64), torch.zeros(4, 5))
+
+    kernels = compiled(capability, launch)
+    assert [kernel.name for kernel in kernels] == [
+        "cut_row", "draw_chunk", "best_of", "penalize_entry",
+    ]  # fmt: skip
+    check(kernels, capability)
+
+
+def test_rows_made_float8(capability):
+    if capability == 80:
+        pytest.skip("compute capability 8.0 has no float8")
+    kernels = compiled(
+        capability, lambda: fp8.quantize_rows(torch.empty(3, 14336, dtype=torch.bfloat16))
+    )
+    check(kernels, capability)
+    assert "satfinite" in kernels[0].ptx

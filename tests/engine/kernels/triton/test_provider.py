@@ -9,17 +9,15 @@ import torch
 from engine.kernels import triton
 from engine.kernels.registry import REFERENCE, triton_kernels
 
-PYTORCHS = {"gelu_mul", "moe"}  # as docs/gpu.md says
 
-
-def test_every_other_operation_has_a_kernel():
+def test_every_operation_has_a_kernel():
     provided = triton.provide(REFERENCE)
     same = {
         operation.name
         for operation in fields(REFERENCE)
         if getattr(provided, operation.name) is getattr(REFERENCE, operation.name)
     }
-    assert same == PYTORCHS
+    assert not same
 
 
 @pytest.mark.parametrize(

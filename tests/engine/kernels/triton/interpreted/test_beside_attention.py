@@ -6,7 +6,7 @@ import secrets
 import pytest
 import torch
 
-from engine.kernels.triton import copy, norm, silu, store
+from engine.kernels.triton import copy, gates, norm, store
 from tests.engine.kernels import oracle
 
 SEEDS = [secrets.randbelow(2**32) for _ in range(2)]
@@ -55,15 +55,17 @@ def test_add_rms_norm_changes_the_residual_and_norms_it(draw, dtype, size):
     close(found, oracle.rms_norm(total, weight, 1e-5), dtype)
 
 
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("size", [1, 100, 1025])
-def test_silu_mul(draw, dtype, size):
+def test_gates(draw, dtype, size, name):
     gate_up = torch.randn(draw.randint(1, 4), 2 * size).to(dtype) * 4
-    close(silu.silu_mul(gate_up), oracle.silu_mul(gate_up), dtype)
+    close(getattr(gates, name)(gate_up), getattr(oracle, name)(gate_up), dtype)
 
 
-def test_silu_mul_of_gates_far_out(draw, dtype):
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gates_far_out(draw, dtype, name):
     gate_up = torch.tensor([[-60.0, -1e4, 60.0, 1.0, 1.0, 1.0]]).to(dtype)
-    close(silu.silu_mul(gate_up), gate_up.double().new_tensor([[0, 0, 60]]), dtype)
+    close(getattr(gates, name)(gate_up), gate_up.double().new_tensor([[0, 0, 60]]), dtype)
 
 
 @pytest.mark.parametrize(
