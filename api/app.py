@@ -14,11 +14,13 @@ from fastapi import FastAPI
 from api import errors
 from api.body import BodyReader
 from api.door import Door
+from api.guard import Guard
 from api.hints import Hints
+from api.keyring import Keyring
 from api.middleware import Edge
 from api.pool import Pool
 from api.present import Presenter
-from api.routes import events, health, jobs, metrics, models, submit
+from api.routes import admin, events, health, jobs, metrics, models, submit
 from api.services import Services
 from api.sql import Sql
 from api.waiters import Waiters
@@ -72,11 +74,12 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         routes=[
             route
-            for module in (submit, jobs, events, models, health, metrics)
+            for module in (submit, jobs, events, models, health, metrics, admin)
             for route in module.router.routes
         ],
     )
     app.state.services = services
+    app.add_middleware(Guard, services=services)
     app.add_middleware(Edge)
     errors.install(app)
     return app
@@ -113,24 +116,26 @@ def _statement_threads(settings: Settings) -> tuple[int, int]:
 def _wire(settings: Settings) -> Services:
     database = Database(settings.database_url, pool_size=num_database_connections(settings))
     reads, writes = _statement_threads(settings)
+    sql = Sql(
+        database,
+        reads=_statements("reads", reads),
+        writes=_statements("writes", writes),
+        checks=Pool(
+            "the database",
+            threads=CHECK_THREADS,
+            max_waiting=MAX_CHECKS_WAITING,
+            timeout_s=CHECK_TIMEOUT_S,
+        ),
+    )
     return Services(
         settings=settings,
         door=Door.open(settings),
         waiters=Waiters(settings.max_waiters),
         hints=Hints(settings, database, make_app(settings)),
         bodies=BodyReader(settings.max_body_bytes, budget_bytes=settings.body_memory_bytes),
-        sql=Sql(
-            database,
-            reads=_statements("reads", reads),
-            writes=_statements("writes", writes),
-            checks=Pool(
-                "the database",
-                threads=CHECK_THREADS,
-                max_waiting=MAX_CHECKS_WAITING,
-                timeout_s=CHECK_TIMEOUT_S,
-            ),
-        ),
+        sql=sql,
         presenter=Presenter(),
+        keyring=Keyring(sql, max_failed_per_minute=settings.max_failed_keys_per_minute),
         redis=connect_async(settings.redis_url),
         cpu=Pool(
             "the door check",

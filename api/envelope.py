@@ -4,13 +4,12 @@ The body inside (`jobs.openai`, `SamplingParams`) is checked by `api.door`. Type
 is no number, 1.0 is no integer, and an unknown field is refused by name.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from api.errors import BadRequest
+from api.fields import checked
 from jobs.records import (
     MAX_ATTEMPTS,
     MAX_CUSTOM_ID_BYTES,
@@ -53,31 +52,4 @@ class Envelope(BaseModel):
 
 def read_envelope(value: object) -> Envelope:
     """Raises BadRequest naming the first field that is wrong, and its bound."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"a job must be a JSON object, got {_brief(value)}")
-    try:
-        return Envelope.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"] if part != "[key]")[:100]
-    if first["type"] == "extra_forbidden":
-        raise BadRequest(f"{param} is not a field of a job", param=param, code="unknown_field")
-    if first["type"] == "missing":
-        raise BadRequest(f"{param} is required", param=param)
-    message = f"{param} {_as_predicate(first['msg'])}, got {_brief(first['input'])}"
-    raise BadRequest(message, param=param)
-
-
-def _as_predicate(message: str) -> str:
-    """A sentence of pydantic ("Input should be …") as the end of one of ours ("must be …")."""
-    message = re.sub(r"^[A-Z]\w+ should ", "must ", message).removesuffix(", not more")
-    return message.replace("a valid dictionary", "an object").replace(" after validation", "")
-
-
-def _brief(value: object) -> str:
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "an array"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"
+    return checked(value, Envelope, noun="a job")

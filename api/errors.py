@@ -2,6 +2,8 @@
 
     ApiError
     ├── BadRequest          400  the client must change `param`
+    ├── Unauthorized        401  no key, or none that is known
+    ├── Forbidden           403  the key may not do this
     ├── NotFound            404
     ├── TooSlow             408
     ├── Conflict            409  never retried: the reply says so to clients that retry on 409
@@ -11,6 +13,8 @@
 
 Knows HTTP only; what is wrong with a job is decided elsewhere.
 """
+
+import math
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -38,6 +42,20 @@ class ApiError(Exception):
 class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "authentication_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+        self.headers["www-authenticate"] = "Bearer"
+
+
+class Forbidden(ApiError):
+    status = 403
+    type = "permission_error"
 
 
 class NotFound(ApiError):
@@ -72,9 +90,16 @@ class Unavailable(ApiError):
     status = 503
     type = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = RETRY_AFTER_S,
+    ) -> None:
         super().__init__(message, param=param, code=code)
-        self.headers["retry-after"] = str(RETRY_AFTER_S)
+        self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
 
 class Overloaded(Unavailable):

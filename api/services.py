@@ -11,10 +11,12 @@ from redis.exceptions import RedisError
 from api.body import BodyReader
 from api.door import Door
 from api.hints import Hints
+from api.keyring import Keyring
 from api.pool import Pool
 from api.present import Presenter
 from api.sql import Sql
 from api.waiters import Waiters
+from jobs.keys import Principal
 from jobs.settings import Settings
 
 HINTS_GRACE_S = 1.0
@@ -31,6 +33,7 @@ class Services:
     bodies: BodyReader
     sql: Sql
     presenter: Presenter
+    keyring: Keyring
     cpu: Pool  # parsing and tokenizing
     redis: redis.asyncio.Redis  # for health only
 
@@ -48,4 +51,16 @@ async def get_services(request: Request) -> Services:  # a plain function costs 
     return services
 
 
+async def get_tenant(request: Request) -> str:
+    """Whose call this is, as `api.guard` has found out."""
+    return principal_of(request).tenant
+
+
+def principal_of(request: Request) -> Principal:
+    principal = request.scope["principal"]
+    assert isinstance(principal, Principal)
+    return principal
+
+
+TenantDep = Annotated[str, Depends(get_tenant)]  # every statement of a route names it
 ServicesDep = Annotated[Services, Depends(get_services)]

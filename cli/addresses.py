@@ -1,6 +1,5 @@
-"""Ports and hosts of this machine: what is free, what is taken, who can reach it."""
+"""Ports and hosts of this machine: what is free, what is taken."""
 
-import ipaddress
 import socket
 
 from jobs.settings import Settings
@@ -31,13 +30,3 @@ def service_url(settings: Settings) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -50,12 +50,15 @@ class Refused(ClientError):
 class Client:
     """Talks to the service at `url` ("http://127.0.0.1:8000"). Every method raises ClientError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, key: str = "") -> None:
         self.url = url.rstrip("/")
         try:
             # trust_env off: a proxy from the environment has no business with a local service
             self._http = httpx.Client(
-                base_url=self.url, timeout=httpx.Timeout(90.0, connect=5.0), trust_env=False
+                base_url=self.url,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(90.0, connect=5.0),
+                trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise ClientError(f"{url!r} is not the address of a service: {error}") from None

@@ -71,7 +71,7 @@ def submit(
     if (prompt is None) == (jobs_file is None):
         raise click.UsageError("give either --prompt or --file")
     try:
-        with Client(url or _local_url()) as client:
+        with _client(url) as client:
             model = model or _only_model(client)
             if prompt is not None:
                 jobs = {"": _chat(prompt, system, max_tokens, temperature, priority)}
@@ -109,7 +109,7 @@ def status(job_id: str | None, url: str | None, limit: int, as_json: bool, quiet
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(quiet=quiet, width=None if has_width else PIPE_WIDTH)
     try:
-        with Client(url or _local_url()) as client:
+        with _client(url) as client:
             if job_id is not None:
                 job = client.job(job_id)
                 if as_json:
@@ -152,8 +152,10 @@ def seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
-def _local_url() -> str:
-    return service_url(Settings.from_env(environment()))
+def _client(url: str | None) -> Client:
+    """Of the service at `url`, or of this environment's own; with this environment's key."""
+    settings = Settings.from_env(environment())
+    return Client(url or service_url(settings), key=settings.api_key)
 
 
 def _only_model(client: Client) -> str:

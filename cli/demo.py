@@ -25,6 +25,7 @@ from jobs import store
 from jobs.database import Database
 from jobs.records import JobRecord
 from jobs.settings import Settings, variable
+from jobs.tenants import DEFAULT_TENANT
 
 MODEL = "smollm2-135m-instruct"
 BEAT_S = 0.5  # the largest step is known from the workers' beats
@@ -180,7 +181,7 @@ def _stats(database: Database) -> dict[str, float]:
 def _read_back(database: Database, ids: Sequence[str]) -> list[JobRecord]:
     """The jobs' rows: what is shown as statistics is what is stored."""
     with database.read() as connection:
-        records = [store.get(connection, job_id) for job_id in ids]
+        records = [store.get(connection, job_id, tenant=DEFAULT_TENANT) for job_id in ids]
     return [record for record in records if record is not None]
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
 import migrations
-from cli.addresses import is_loopback, port_holder
+from cli.addresses import port_holder
 from cli.catalogue import CATALOGUE, is_complete
 from cli.options import environment
 from cli.wheel_binaries import BinaryMissing, valkey_binary
@@ -27,6 +27,7 @@ from engine.chat_template import ChatTemplateError
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import TokenizerError
 from jobs import store
+from jobs.addresses import is_loopback
 from jobs.database import Database, DatabaseURLError
 from jobs.records import WorkerRecord
 from jobs.settings import Settings, SettingsError, unknown_variables
@@ -256,8 +257,8 @@ def _check_port(settings: Settings, environ: Mapping[str, str]) -> Iterator[Find
         yield Finding(
             "port",
             Verdict.WARNING,
-            f"{settings.host} can be reached from other machines, and no key is asked for",
-            "set TOKENMILL_HOST=127.0.0.1, or put a proxy that asks for one in front",
+            f"{settings.host} can be reached from other machines, and keys travel in the open",
+            "set TOKENMILL_HOST=127.0.0.1, or put a proxy with TLS in front",
         )
 
 

@@ -21,6 +21,8 @@ COMMANDS = {
     "submit": ("cli.client_commands:submit", "Send jobs to a running service."),
     "status": ("cli.client_commands:status", "Show a running service, or one job."),
     "models": ("cli.model_commands:models", "List and fetch models."),
+    "keys": ("cli.key_commands:keys", "Create, list and revoke API keys."),
+    "tenants": ("cli.key_commands:tenants", "Create and list tenants, set their quotas."),
     "doctor": ("cli.doctor:doctor", "Say what is missing or unsafe, and how to mend it."),
     "api": ("cli.processes:api", "Run the HTTP API."),
     "worker": ("cli.processes:worker", "Run a worker: one engine for one model."),

@@ -9,7 +9,6 @@ import click
 from rich.console import Console
 
 from cli import env_file
-from cli.addresses import is_loopback
 from cli.options import environment, settings_of
 from cli.service import Cancelled, Service, StartError
 
@@ -45,13 +44,8 @@ def up(
     rest; a second signal makes them hand back at once.
     """
     environ = environment(host=host, port=port, data_dir=data_dir, models=",".join(models) or None)
-    settings = settings_of(environ)
+    settings_of(environ)
     console = Console(stderr=True)
-    if not is_loopback(settings.host):
-        console.print(
-            f"[yellow]warning:[/] {settings.host} can be reached from other machines, and this "
-            "version asks nobody for a key: put a proxy that does in front"
-        )
     stop = threading.Event()
     service = Service(
         environ,

@@ -32,6 +32,7 @@ from jobs.lifecycle import NEXT, ErrorCode, JobState, error_object
 from jobs.models import QUEUED, RUNNING, jobs, workers
 from jobs.records import NewJob, WorkerInfo
 from jobs.rows import Given, decode, encode, given, picked
+from jobs.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class ClaimedJob:
     crash_count: int
     created_at: float
     prompt_tokens: int  # 0: it came whole in a message, nobody has counted them
+    tenant_id: str
 
 
 _CLAIMED = tuple(jobs.c[each.name] for each in fields(ClaimedJob))
@@ -173,12 +175,13 @@ def claimed_by(connection: Connection, ids: Sequence[str], *, worker_id: str) ->
 def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float) -> None:
     """Insert those not known yet: jobs that came whole in a message, which may come twice.
 
+    Who can write to the broker is trusted, and says nothing of tenants: they are the default one's.
     One the database refuses is logged and left out.
     """
     if not new_jobs:
         return
     try:
-        rows = [job.accepted(now).row() for job in new_jobs]
+        rows = [job.accepted(DEFAULT_TENANT, now).row() for job in new_jobs]
         with connection.begin_nested():
             connection.execute(_insert(connection, jobs).on_conflict_do_nothing(), rows)
     except (DBAPIError, ValueError, OverflowError) as error:

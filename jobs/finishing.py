@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, case, func, select, update
+from sqlalchemy import Connection, Update, case, func, select, update
 from sqlalchemy.exc import DBAPIError
 
 from jobs.claims import Held, error_kind, held_rows
 from jobs.database import transient
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
-from jobs.models import RUNNING, jobs
+from jobs.models import LOST, RUNNING, jobs
 from jobs.records import storable
 from jobs.rows import encode, given
 
@@ -77,6 +77,35 @@ def finish(connection: Connection, results: Sequence[JobResult], *, now: float) 
     )
     with connection.begin_nested():
         return _finish(connection, [failure], now)
+
+
+def cancelling(now: float) -> Update:
+    """Cancels those of its WHERE that have not ended."""
+    return (
+        update(jobs)
+        .where(jobs.c.state.in_(_before(JobState.CANCELLED)))
+        .values(
+            state=JobState.CANCELLED,
+            fence=jobs.c.fence + 1,
+            finished_at=now,
+            finish_reason="abort",
+            **LOST,
+        )
+    )
+
+
+def revoke(connection: Connection, job_id: str, *, now: float) -> bool:
+    """Cancel what a Celery client revokes, whoever's it is. Whether it has ended, now or before."""
+    where = jobs.c.id == job_id
+    if connection.execute(cancelling(now).where(where)).rowcount:
+        return True
+    state = connection.scalar(select(jobs.c.state).where(where))
+    return state is not None and JobState(state) in TERMINAL
+
+
+def _before(state: JobState) -> list[str]:
+    """The states a job may come from."""
+    return [str(old) for old, following in NEXT.items() if state in following]
 
 
 def ended_under(connection: Connection, held: Sequence[Held]) -> set[Held]:

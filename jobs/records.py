@@ -85,10 +85,11 @@ class NewJob:
                     f"{MAX_METADATA_VALUE} characters",
                 )
 
-    def accepted(self, now: float) -> "JobRecord":
+    def accepted(self, tenant: str, now: float) -> "JobRecord":
         """The queued row it becomes."""
         return JobRecord(
             id=self.id,
+            tenant_id=tenant,
             custom_id=self.custom_id,
             batch_id=self.batch_id,
             url=self.url,
@@ -116,6 +117,7 @@ class JobRecord:
     """A job's row, its JSON columns decoded. Times are seconds by the database's clock."""
 
     id: str
+    tenant_id: str
     custom_id: str | None
     batch_id: str | None
     url: str

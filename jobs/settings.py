@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from jobs.addresses import is_loopback
+
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
@@ -72,6 +74,19 @@ class Settings:
         "<data_dir>/models/NAME.",
     )
     host: str = _setting("127.0.0.1", "Address the API listens on.")
+    auth: str = _setting(
+        "none",
+        "keys: every call names an API key (`tokenmill keys create`). none: one user, who needs "
+        "none, and TOKENMILL_HOST must be an address of this machine alone.",
+        choices=("none", "keys"),
+    )
+    api_key: str = _setting(
+        "", "The key that `tokenmill submit` and `tokenmill status` send.", secret=True
+    )
+    max_failed_keys_per_minute: int = _setting(
+        60, "Unknown API keys from one address in a minute, before others that are not known "
+        "already are told to wait.", low=1, high=1_000_000,
+    )  # fmt: skip
     port: int = _setting(8000, "Port the API listens on; 0 takes a free one.", low=0, high=65535)
     dtype: str = _setting(
         "auto",
@@ -206,6 +221,12 @@ class Settings:
     def __post_init__(self) -> None:
         for each in fields(self):
             _check(each, getattr(self, each.name))
+        if self.auth == "none" and not is_loopback(self.host):
+            raise SettingsError(
+                "TOKENMILL_HOST",
+                f"is {self.host}, which other machines may reach: nobody is asked for a key "
+                "unless TOKENMILL_AUTH is keys",
+            )
         if self.beat_s > self.lease_s / 3:
             raise SettingsError(
                 "TOKENMILL_BEAT_S",

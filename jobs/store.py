@@ -1,6 +1,7 @@
 """What clients do with jobs: submit, look, cancel. One statement decides, its WHERE is the guard.
 
-Every function takes an open connection and `now`, seconds by the database's clock.
+Every function takes an open connection and `now`, seconds by the database's clock. What a client
+asks for names its tenant too, in each statement: another tenant's job is as unknown as no job.
 
 StoreError
 ├── IdempotencyConflict
@@ -21,12 +22,12 @@ from sqlalchemy import (
     null,
     select,
     tuple_,
-    update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs.lifecycle import NEXT, TERMINAL, JobState
-from jobs.models import LOST, Base, idempotency_keys, jobs, workers
+from jobs import finishing
+from jobs.lifecycle import TERMINAL, JobState
+from jobs.models import Base, idempotency_keys, jobs, workers
 from jobs.records import (
     RECORD_COLUMNS,
     JobRecord,
@@ -87,6 +88,7 @@ def submit(
     connection: Connection,
     new_jobs: Sequence[NewJob],
     *,
+    tenant: str,
     now: float,
     key: str | None = None,
     body_sha256: bytes | None = None,
@@ -99,12 +101,14 @@ def submit(
     if key is not None:
         assert body_sha256 is not None
         assert len(body_sha256) == hashlib.sha256().digest_size
-        earlier = _take_key(connection, key, body_sha256, new_jobs, now=now, ttl_s=ttl_s)
+        earlier = _take_key(
+            connection, key, body_sha256, new_jobs, tenant=tenant, now=now, ttl_s=ttl_s
+        )
         if earlier is not None:
-            found = {record.id: record for record in _get_many(connection, earlier)}
+            found = {record.id: record for record in _get_many(connection, earlier, tenant)}
             return Submitted(tuple(found[i] for i in earlier if i in found), replayed=True)
     # a microsecond apart: jobs of one submission keep their order in the queue and in lists
-    records = tuple(job.accepted(now + i * 1e-6) for i, job in enumerate(new_jobs))
+    records = tuple(job.accepted(tenant, now + i * 1e-6) for i, job in enumerate(new_jobs))
     if records:
         connection.execute(insert(jobs), [record.row() for record in records])
     return Submitted(records, replayed=False)
@@ -124,13 +128,14 @@ def need_schema(connection: Connection) -> None:
             raise WrongSchema
 
 
-def get(connection: Connection, job_id: str) -> JobRecord | None:
-    row = connection.execute(select(*_RECORD).where(jobs.c.id == job_id)).one_or_none()
+def get(connection: Connection, job_id: str, *, tenant: str) -> JobRecord | None:
+    query = select(*_RECORD).where(jobs.c.id == job_id, jobs.c.tenant_id == tenant)
+    row = connection.execute(query).one_or_none()
     return None if row is None else JobRecord.of(row)
 
 
 def ended(connection: Connection, ids: Sequence[str]) -> set[str]:
-    """Which of these jobs have ended."""
+    """Which of these jobs have ended, whoever's they are."""
     return {
         job_id
         for chunk in _chunks(ids)
@@ -141,7 +146,7 @@ def ended(connection: Connection, ids: Sequence[str]) -> set[str]:
 
 
 def unknown(connection: Connection, ids: Sequence[str]) -> set[str]:
-    """Those of `ids` that no row has."""
+    """Those of `ids` that no row of any tenant has."""
     found = {
         job_id
         for chunk in _chunks(ids)
@@ -153,6 +158,7 @@ def unknown(connection: Connection, ids: Sequence[str]) -> set[str]:
 def list_jobs(
     connection: Connection,
     *,
+    tenant: str,
     status: JobState | None = None,
     model: str | None = None,
     batch_id: str | None = None,
@@ -161,7 +167,8 @@ def list_jobs(
     after: str | None = None,
 ) -> list[JobRecord]:
     """Newest first, without their bodies, from behind the job `after`. Raises UnknownCursor."""
-    query = select(*_LISTED).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
+    newest_first = (jobs.c.created_at.desc(), jobs.c.id.desc())
+    query = select(*_LISTED).where(jobs.c.tenant_id == tenant).order_by(*newest_first).limit(limit)
     if status is not None:
         # a constant, so that the partial indexes on queued and running jobs apply
         query = query.where(jobs.c.state == literal_column(f"'{JobState(status)}'"))
@@ -170,7 +177,9 @@ def list_jobs(
             query = query.where(jobs.c[name] == value)
     if after is not None:
         last = connection.execute(
-            select(jobs.c.created_at, jobs.c.id).where(jobs.c.id == after)
+            select(jobs.c.created_at, jobs.c.id).where(
+                jobs.c.id == after, jobs.c.tenant_id == tenant
+            )
         ).one_or_none()
         if last is None:
             raise UnknownCursor(after)
@@ -178,28 +187,21 @@ def list_jobs(
     return [JobRecord.of(row) for row in connection.execute(query)]
 
 
-def cancel(connection: Connection, job_id: str, *, now: float) -> JobRecord | None:
+def cancel(connection: Connection, job_id: str, *, tenant: str, now: float) -> JobRecord | None:
     """Cancel it if it has not ended; its record either way, None if there is no such job.
 
     A running job's worker is fenced out at once and hears of it at its next beat or by a hint.
     """
     row = connection.execute(
-        update(jobs)
-        .where(jobs.c.id == job_id, jobs.c.state.in_(_before(JobState.CANCELLED)))
-        .values(
-            state=JobState.CANCELLED,
-            fence=jobs.c.fence + 1,
-            finished_at=now,
-            finish_reason="abort",
-            **LOST,
-        )
+        finishing.cancelling(now)
+        .where(jobs.c.id == job_id, jobs.c.tenant_id == tenant)
         .returning(*_RECORD)
     ).one_or_none()
-    return get(connection, job_id) if row is None else JobRecord.of(row)
+    return get(connection, job_id, tenant=tenant) if row is None else JobRecord.of(row)
 
 
 def counts(connection: Connection) -> dict[tuple[str, JobState], int]:
-    """How many jobs of each model are in each state."""
+    """How many jobs of each model are in each state, all tenants' together."""
     query = select(jobs.c.model, jobs.c.state, func.count()).group_by(jobs.c.model, jobs.c.state)
     return {(model, JobState(state)): n for model, state, n in connection.execute(query)}
 
@@ -219,12 +221,14 @@ def _take_key(
     body_sha256: bytes,
     new_jobs: Sequence[NewJob],
     *,
+    tenant: str,
     now: float,
     ttl_s: float,
 ) -> list[str] | None:
     """None when the key is ours to use now, else the job ids of its first use."""
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = dialect.insert(idempotency_keys).values(
+        tenant_id=tenant,
         key=key,
         body_sha256=body_sha256,
         job_ids=encode([job.id for job in new_jobs]),
@@ -233,7 +237,7 @@ def _take_key(
     # a twin that has not committed yet makes this statement wait for it, on both databases
     taken = connection.execute(
         statement.on_conflict_do_update(
-            index_elements=[idempotency_keys.c.key],
+            index_elements=[idempotency_keys.c.tenant_id, idempotency_keys.c.key],
             set_={
                 name: statement.excluded[name] for name in ("body_sha256", "job_ids", "created_at")
             },
@@ -244,7 +248,7 @@ def _take_key(
         return None
     row = connection.execute(
         select(idempotency_keys.c.body_sha256, idempotency_keys.c.job_ids).where(
-            idempotency_keys.c.key == key
+            idempotency_keys.c.tenant_id == tenant, idempotency_keys.c.key == key
         )
     ).one()
     if row.body_sha256 != body_sha256:
@@ -253,18 +257,15 @@ def _take_key(
     return ids
 
 
-def _get_many(connection: Connection, ids: Sequence[str]) -> list[JobRecord]:
+def _get_many(connection: Connection, ids: Sequence[str], tenant: str) -> list[JobRecord]:
     return [
         JobRecord.of(row)
         for chunk in _chunks(ids)
-        for row in connection.execute(select(*_RECORD).where(jobs.c.id.in_(chunk)))
+        for row in connection.execute(
+            select(*_RECORD).where(jobs.c.id.in_(chunk), jobs.c.tenant_id == tenant)
+        )
     ]
 
 
 def _chunks(ids: Sequence[str]) -> list[Sequence[str]]:
     return [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
-
-
-def _before(state: JobState) -> list[str]:
-    """The states a job may come from."""
-    return [str(old) for old, following in NEXT.items() if state in following]

@@ -14,6 +14,7 @@ import redis
 import migrations
 from cli.models import fetch
 from cli.servers import Postgres, Valkey
+from tests import tenant_guard
 from tests.tiny_llama import write_tiny_llama
 
 # before torch is imported, and inherited by every process that a test starts: OpenMP's threads else
@@ -22,6 +23,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _names = itertools.count()
+
+
+tenant_guard.watch()
+
+
+@pytest.fixture(autouse=True)
+def no_statement_forgets_its_tenant() -> Iterator[None]:
+    """Whatever test makes a statement run that looks at all tenants' rows, fails."""
+    yield
+    found = dict(tenant_guard.found)
+    tenant_guard.found.clear()
+    assert found == {}, f"statements that name no tenant: {found}"
 
 
 @pytest.fixture(scope="session")

@@ -129,6 +129,7 @@ class Book:
                 priority=attempt.job.priority,
                 deadline_s=None if deadline_at is None else deadline_at - time.monotonic(),
                 generated=[list(ids) for ids in attempt.generated] if attempt.num_resumed else [],
+                cache_salt=attempt.job.tenant_id,
             )
         )
 

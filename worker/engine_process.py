@@ -150,6 +150,7 @@ class EngineServer:
                 priority=add.priority,
                 deadline_s=add.deadline_s,
                 generated=add.generated,
+                cache_salt=add.cache_salt.encode(),
             )
         except ParameterError as error:
             self._refused.append(refused(add.key, error))

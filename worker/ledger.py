@@ -191,9 +191,8 @@ class Ledger:
         claims.insert_new(connection, new_jobs, now=now)
         written.answers += [insert.answer for insert in _of(Insert, window)]
         for cancel in _of(Cancel, window):
-            record = store.cancel(connection, cancel.job_id, now=now)
-            if record is not None and record.state in TERMINAL:
-                written.ended.append(record.id)
+            if finishing.revoke(connection, cancel.job_id, now=now):
+                written.ended.append(cancel.job_id)
             written.answers.append(cancel.answer)
         if not was_in:
             wasted = [

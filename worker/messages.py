@@ -29,6 +29,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     priority: int
     deadline_s: float | None  # seconds from now
     generated: list[list[int]]  # ids of each sample from an earlier attempt; [] to begin afresh
+    cache_salt: str = ""  # requests with different salts share no prefix: the tenant's id
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

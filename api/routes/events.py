@@ -19,7 +19,7 @@ from api.errors import Unavailable
 from api.present import job_object
 from api.query import read_query
 from api.routes.jobs import look
-from api.services import Services, ServicesDep
+from api.services import Services, ServicesDep, TenantDep
 from jobs.records import JobRecord
 
 LOOK_S = 0.5
@@ -29,10 +29,12 @@ router = APIRouter()
 
 
 @router.get("/v1/jobs/{job_id}/events")
-async def job_events(job_id: str, request: Request, services: ServicesDep) -> Response:
+async def job_events(
+    job_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
     read_query(request, {})
     services.waiters.check_room()
-    record = await look(services, job_id)  # a 404 is a plain reply, not a stream
+    record = await look(services, tenant, job_id)  # a 404 is a plain reply, not a stream
     headers = {"cache-control": "no-store"}
     return StreamingResponse(
         _stream(services, record), media_type="text/event-stream", headers=headers
@@ -59,7 +61,7 @@ async def _stream(services: Services, record: JobRecord) -> AsyncIterator[bytes]
                 return  # the end of a stream without a `job` event: connect again
             await services.waiters.sleep(ended, LOOK_S)
             with contextlib.suppress(Unavailable):  # the stream outlives a restart of the database
-                record = await look(services, record.id)
+                record = await look(services, record.tenant_id, record.id)
 
 
 def _event(name: str, content: object) -> bytes:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.errors import BadRequest, NotFound, json_response
 from api.present import job_object
 from api.query import integer, one_of, read_query, seconds, text
-from api.services import Services, ServicesDep
+from api.services import Services, ServicesDep, TenantDep
 from jobs import store
 from jobs.lifecycle import JobState
 from jobs.records import JobRecord
@@ -38,12 +38,12 @@ router = APIRouter()
 
 
 @router.get("/v1/jobs")
-async def list_jobs(request: Request, services: ServicesDep) -> Response:
+async def list_jobs(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     filters = read_query(request, LIST_QUERY)
     limit = filters.pop("limit", DEFAULT_LIMIT)
 
     def page(connection: Connection, now: float) -> tuple[list[dict[str, Any]], bool]:
-        records = store.list_jobs(connection, limit=limit + 1, **filters)
+        records = store.list_jobs(connection, tenant=tenant, limit=limit + 1, **filters)
         objects = services.presenter.objects(records[:limit], connection, now)
         return objects, len(records) > limit
 
@@ -63,10 +63,12 @@ async def list_jobs(request: Request, services: ServicesDep) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}")
-async def get_job(job_id: str, request: Request, services: ServicesDep) -> Response:
+async def get_job(
+    job_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
     wait = read_query(request, GET_QUERY).get("wait", 0)
     if wait == 0:
-        return json_response(await read_job(services, job_id))
+        return json_response(await read_job(services, tenant, job_id))
     loop = asyncio.get_running_loop()
     until = loop.time() + wait
     with services.waiters.register(job_id) as ended:  # before the look, or an end could slip by
@@ -74,8 +76,8 @@ async def get_job(job_id: str, request: Request, services: ServicesDep) -> Respo
             gone.add_done_callback(lambda _: ended.set())
             while not gone.done():
                 if loop.time() >= until or services.waiters.closing:
-                    return json_response(await read_job(services, job_id))
-                record = await look(services, job_id)
+                    return json_response(await read_job(services, tenant, job_id))
+                record = await look(services, tenant, job_id)
                 if record.ended:
                     return json_response(job_object(record))
                 await services.waiters.sleep(ended, until - loop.time())
@@ -98,12 +100,14 @@ async def disconnected(request: Request) -> AsyncIterator["asyncio.Task[None]"]:
 
 
 @router.post("/v1/jobs/{job_id}/cancel")
-async def cancel_job(job_id: str, request: Request, services: ServicesDep) -> Response:
+async def cancel_job(
+    job_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
     read_query(request, {})
     _check_id(job_id)
 
     def cancel(connection: Connection, now: float) -> dict[str, Any] | None:
-        record = store.cancel(connection, job_id, now=now)
+        record = store.cancel(connection, job_id, tenant=tenant, now=now)
         if record is None:
             return None
         return services.presenter.objects([record], connection, now)[0]
@@ -115,27 +119,30 @@ async def cancel_job(job_id: str, request: Request, services: ServicesDep) -> Re
     return json_response(job)
 
 
-async def read_job(services: Services, job_id: str) -> dict[str, Any]:
+async def read_job(services: Services, tenant: str, job_id: str) -> dict[str, Any]:
     """The job object. Raises NotFound."""
 
     def read(record: JobRecord, connection: Connection, now: float) -> dict[str, Any]:
         return services.presenter.objects([record], connection, now)[0]
 
-    return await _read(services, job_id, read)
+    return await _read(services, tenant, job_id, read)
 
 
-async def look(services: Services, job_id: str) -> JobRecord:
+async def look(services: Services, tenant: str, job_id: str) -> JobRecord:
     """The row alone: waiters look often, a forecast costs more than the row. Raises NotFound."""
-    return await _read(services, job_id, lambda record, connection, now: record)
+    return await _read(services, tenant, job_id, lambda record, connection, now: record)
 
 
 async def _read(
-    services: Services, job_id: str, view: Callable[[JobRecord, Connection, float], R]
+    services: Services,
+    tenant: str,
+    job_id: str,
+    view: Callable[[JobRecord, Connection, float], R],
 ) -> R:
     _check_id(job_id)
 
     def read(connection: Connection, now: float) -> R | None:
-        record = store.get(connection, job_id)
+        record = store.get(connection, job_id, tenant=tenant)
         return None if record is None else view(record, connection, now)
 
     seen = await services.sql.read(read)

@@ -24,7 +24,7 @@ from api.errors import (
 )
 from api.present import job_object
 from api.query import read_header, read_query
-from api.services import Services, ServicesDep
+from api.services import Services, ServicesDep, TenantDep
 from jobs import store, strict_json
 from jobs.records import JobRecord, NewJob, new_job_id
 from jobs.settings import Settings
@@ -43,7 +43,7 @@ class Submission:
 
 
 @router.post("/v1/jobs", status_code=202)
-async def submit(request: Request, services: ServicesDep) -> Response:
+async def submit(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     read_query(request, {})
     key = _idempotency_key(request)
     async with services.bodies.json_body(request) as raw:
@@ -53,6 +53,7 @@ async def submit(request: Request, services: ServicesDep) -> Response:
         return store.submit(
             connection,
             submission.jobs,
+            tenant=tenant,
             now=now,
             key=key,
             body_sha256=submission.body_sha256,

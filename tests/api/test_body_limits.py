@@ -81,7 +81,7 @@ def test_a_declared_length_is_refused_before_the_body_is_sent(server):
     client, _ = server
     with socket.create_connection((client.base_url.host, client.base_url.port), 10) as raw:
         raw.sendall(
-            b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"expect: 100-continue\r\ncontent-length: 10000000000\r\n\r\n"
         )
         reply = b"".join(iter(lambda: raw.recv(65536), b""))
@@ -153,7 +153,8 @@ def test_a_sender_that_leaves_frees_what_it_held(sqlite_settings):
             address = (client.base_url.host, client.base_url.port)
             with socket.create_connection(address, 10) as raw:
                 raw.sendall(
-                    b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n"
+                    b"content-type: application/json\r\n"
                     b"content-length: 3000000\r\n\r\n" + b" " * 2_000_000
                 )
                 time.sleep(0.2)
@@ -163,7 +164,7 @@ def test_a_sender_that_leaves_frees_what_it_held(sqlite_settings):
 def test_a_body_in_tiny_chunks_is_refused_before_it_holds_up_anybody(server):
     client, _ = server
     head = (
-        b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\n"
     )
     replies = []
@@ -202,7 +203,7 @@ def test_a_refused_chunk_is_told_in_the_one_shape(sqlite_client):
         (sqlite_client.base_url.host, sqlite_client.base_url.port), 10
     ) as raw:
         raw.sendall(
-            b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1040
         )
         received = b"".join(iter(lambda: raw.recv(65536), b""))

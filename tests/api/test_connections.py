@@ -22,13 +22,13 @@ from api.connections import (
 from tests.api.conftest import completion, error_of, process, serving, submit, until
 from tests.api.test_http import exchange
 
-LIVE = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+LIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALVES = {
     "one letter": b"G",
     "a request line": b"GET /health/live HTTP/1.1\r\n",
     "headers without the last blank line": LIVE[:-2],
     "a header that goes on": LIVE[:-2] + b"X-A: ",
-    "headers of a body": b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n",
+    "headers of a body": b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n",
 }
 
 
@@ -120,7 +120,7 @@ def test_a_connection_that_takes_nothing_of_its_reply_is_ended(sqlite_settings, 
             assert reply.status_code == 202
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         link.connect(address_of(client))
-        link.sendall(b"GET /v1/jobs?limit=1000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        link.sendall(b"GET /v1/jobs?limit=1000 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         mine = link.getsockname()
 
         def is_held() -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.conftest import error_of, submit
 
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 
 NO_REQUESTS = {
     "no HTTP at all": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",

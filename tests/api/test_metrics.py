@@ -8,6 +8,7 @@ from api.routes.metrics import COUNTERS, GAUGES, OTHER
 from engine.outputs import EngineStats
 from jobs import claims, store
 from jobs.records import NewJob
+from jobs.tenants import DEFAULT_TENANT
 from tests.api.conftest import MODEL, completion, submit
 
 STATS = {
@@ -61,8 +62,8 @@ def test_jobs_of_models_not_served_are_one_series(client, hands):
             NewJob(url="/v1/completions", model=f"m{i}", body={}, prompt_tokens=2, max_tokens=3)
             for i in range(3)
         ]
-        store.submit(connection, strangers, now=now)
-        store.cancel(connection, strangers[0].id, now=now)
+        store.submit(connection, strangers, tenant=DEFAULT_TENANT, now=now)
+        store.cancel(connection, strangers[0].id, tenant=DEFAULT_TENANT, now=now)
     submit(client, completion(max_tokens=7))
     seen = samples(client)
     assert {key[1] for key in seen if key[0] == "tokenmill_queue_age_seconds"} == {MODEL, OTHER}

@@ -144,7 +144,7 @@ def test_who_waits_and_leaves_gives_the_place_back(sqlite_settings, path, reset)
     with serving(replace(sqlite_settings, max_waiters=3)) as client:
         job = submit(client)
         address = (client.base_url.host, client.base_url.port)
-        request = f"GET /v1/jobs/{job['id']}{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        request = f"GET /v1/jobs/{job['id']}{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
         def status() -> int:
             return client.get(f"/v1/jobs/{job['id']}?wait=0.1").status_code

@@ -133,9 +133,13 @@ def test_a_port_in_use_and_an_open_host_are_warnings(examine):
         holder.bind(("0.0.0.0", 0))
         holder.listen()
         port = str(holder.getsockname()[1])
-        status, findings = examine(TOKENMILL_HOST="0.0.0.0", TOKENMILL_PORT=port)
+        open_host = {"TOKENMILL_HOST": "0.0.0.0", "TOKENMILL_PORT": port}
+        status, findings = examine(TOKENMILL_AUTH="keys", **open_host)
     assert status == 0
     assert [finding["verdict"] for finding in findings["port"]] == ["warning", "warning"]
+    status, findings = examine(**open_host)
+    assert (status, failures(findings)) == (1, {"settings"})
+    assert "TOKENMILL_AUTH" in findings["settings"][0]["message"]
 
 
 def test_workers_are_looked_for_only_when_asked(examine, database_url):

@@ -193,7 +193,15 @@ def test_the_services_run_and_their_health_checks_tell_health(deployment):
     for name in ("api", "sweeper", "worker-cpu"):
         wait_until(lambda name=name: deployment.is_healthy(name), timeout_s=120)
     port = deployment.environ_of("api")["TOKENMILL_PORT"]
-    with Client(f"http://127.0.0.1:{port}") as client:
+    made = subprocess.run(
+        deployment.command(["tokenmill", "keys", "create", "--name", "test"]),
+        env=deployment.environ_of("api"),
+        cwd=deployment.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    with Client(f"http://127.0.0.1:{port}", key=made.stdout.strip()) as client:
         body = {"model": "tiny", "prompt": "the quick", "max_tokens": 4, "ignore_eos": True}
         jobs = client.submit([{"url": "/v1/completions", "body": body}] * 8)
         ended = client.wait([job["id"] for job in jobs])

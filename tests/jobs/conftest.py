@@ -14,6 +14,7 @@ from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.models import Base
 from jobs.store import JobRecord, NewJob, WorkerInfo
+from jobs.tenants import DEFAULT_TENANT
 
 MODEL = "tiny"
 NOW = 1_790_000_000.0
@@ -31,14 +32,14 @@ class Bench:
     database: Database
     now: float = NOW
 
-    def submit(self, *new_jobs: NewJob, **kwargs) -> list[JobRecord]:
+    def submit(self, *new_jobs: NewJob, tenant: str = DEFAULT_TENANT, **kwargs) -> list[JobRecord]:
         with self.database.begin() as connection:
-            submitted = store.submit(connection, new_jobs, now=self.now, **kwargs)
+            submitted = store.submit(connection, new_jobs, tenant=tenant, now=self.now, **kwargs)
         return list(submitted.records)
 
     def get(self, job_id: str) -> JobRecord:
         with self.database.read() as connection:
-            record = store.get(connection, job_id)
+            record = store.get(connection, job_id, tenant=DEFAULT_TENANT)
         assert record is not None
         return record
 

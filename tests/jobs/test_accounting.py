@@ -4,6 +4,7 @@ from jobs import claims, finishing, store
 from jobs.accounting import Counted, Wasted, account_wasted, count_prompts
 from jobs.finishing import JobResult
 from jobs.lifecycle import ErrorCode, JobState
+from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import NOW, held, new_job
 
 
@@ -11,7 +12,7 @@ def test_wasted_tokens_add_up_whatever_became_of_the_job(bench):
     (record,) = bench.submit(new_job())
     bench.register()
     bench.claim(record.id)
-    bench.call(store.cancel, record.id, now=NOW)
+    bench.call(store.cancel, record.id, tenant=DEFAULT_TENANT, now=NOW)
     bench.call(
         account_wasted, [Wasted(i, n) for i, n in ((record.id, 5), (record.id, 3), ("x", 1))]
     )
@@ -30,7 +31,7 @@ def test_waste_says_when_the_first_token_came_where_no_beat_has(bench):
         first_tokens={held(claimed[seen.id]): NOW + 4}, held=[held(claimed[seen.id])],
     )  # fmt: skip
     for record in (unseen, seen):
-        bench.call(store.cancel, record.id, now=NOW + 6)
+        bench.call(store.cancel, record.id, tenant=DEFAULT_TENANT, now=NOW + 6)
         late = [Wasted(record.id, 1, NOW + 7), Wasted(record.id, 2, NOW + 3), Wasted(record.id, 4)]
         bench.call(account_wasted, late)
     assert bench.get(unseen.id).first_token_at == NOW + 3
@@ -46,7 +47,7 @@ def test_a_first_token_told_at_a_beat_leaves_an_earlier_checkpoint(bench):
     bench.call(claims.beat, "w1", checkpoints={each: [[7, 8]]}, **common)
     bench.call(claims.beat, "w1", checkpoints={}, first_tokens={each: NOW - 1}, **common)
     assert bench.get(record.id).first_token_at == NOW - 1
-    bench.call(store.cancel, record.id, now=NOW)
+    bench.call(store.cancel, record.id, tenant=DEFAULT_TENANT, now=NOW)
     assert bench.get(record.id).wasted_tokens == 2
 
 
@@ -77,7 +78,7 @@ def test_a_result_that_cannot_be_stored_keeps_its_counts_and_times(bench):
 
 def test_a_prompt_is_counted_once_whatever_became_of_the_job(bench):
     sent, cancelled, known = bench.submit(new_job(), new_job(), new_job(prompt_tokens=9))
-    bench.call(store.cancel, cancelled.id, now=NOW)
+    bench.call(store.cancel, cancelled.id, tenant=DEFAULT_TENANT, now=NOW)
     for prompt_tokens in (5, 6):
         counted = [Counted(record.id, prompt_tokens, 20) for record in (sent, cancelled, known)]
         bench.call(count_prompts, counted)

@@ -10,6 +10,7 @@ from jobs.claims import Held, UnknownWorker
 from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.lifecycle import ErrorCode, JobState, error_object
+from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, NOW, Bench, held, new_job
 
 
@@ -47,7 +48,7 @@ def of(claimed, checkpoints):
 def test_a_claim_takes_queued_jobs_and_nothing_else(bench):
     first, second, third = bench.submit(new_job(), new_job(), new_job())
     bench.register()
-    bench.call(store.cancel, third.id, now=NOW)
+    bench.call(store.cancel, third.id, tenant=DEFAULT_TENANT, now=NOW)
     (claimed,) = bench.claim(first.id)
     assert (claimed.fence, claimed.attempt, claimed.body) == (1, 1, first.body)
     assert claimed.checkpoint is None
@@ -230,7 +231,7 @@ def test_a_beat_extends_the_lease_and_tells_what_is_lost(bench):
     kept, cancelled, ended = bench.submit(new_job(), new_job(), new_job())
     bench.register(lease_s=30)
     jobs = {job.id: job for job in bench.claim(kept.id, cancelled.id, ended.id)}
-    bench.call(store.cancel, cancelled.id, now=NOW)
+    bench.call(store.cancel, cancelled.id, tenant=DEFAULT_TENANT, now=NOW)
     bench.finish([success(jobs[ended.id])], now=NOW)
     bench.now += 20
     checkpoints = {kept.id: [[1, 2]], cancelled.id: [[3]]}
@@ -321,7 +322,7 @@ def test_a_job_that_came_whole_in_a_message_is_inserted_once(bench):
     assert bench.get(job.id).fence == claimed.fence
     assert bench.claim(job.id) == []
     with bench.database.read() as connection:
-        assert len(store.list_jobs(connection, limit=10)) == 2
+        assert len(store.list_jobs(connection, tenant=DEFAULT_TENANT, limit=10)) == 2
 
 
 def test_a_job_in_a_message_that_no_row_can_hold_is_left_out(bench, caplog):
@@ -366,7 +367,7 @@ def test_a_beat_says_whose_tokens_it_could_not_store(postgres_url):
     checkpoints = {held(jobs[first.id]): [[1]], held(jobs[second.id]): [[2]]}
     common = {"now": bench.now, "lease_s": 30, "stats": {}, "held": list(checkpoints)}
     with bench.database.begin() as connection:
-        store.cancel(connection, first.id, now=NOW)
+        store.cancel(connection, first.id, tenant=DEFAULT_TENANT, now=NOW)
         beaten = bench.call(claims.beat, "w1", checkpoints=checkpoints, **common)
     assert (beaten.lost, beaten.stored) == (set(), {held(jobs[second.id])})
     beaten = bench.call(claims.beat, "w1", checkpoints=checkpoints, **common)
@@ -406,7 +407,7 @@ def test_a_commit_in_doubt_can_be_read_back(bench):
     assert bench.call(claims.claimed_by, both, worker_id="w1") == [mine]
     assert bench.call(claims.claimed_by, [], worker_id="w1") == []
     bench.finish([success(mine)], now=NOW)
-    bench.call(store.cancel, second.id, now=NOW)
+    bench.call(store.cancel, second.id, tenant=DEFAULT_TENANT, now=NOW)
     assert bench.call(finishing.ended_under, [held(mine), held(theirs)]) == {held(mine)}
     assert bench.call(finishing.ended_under, [Held(first.id, mine.fence + 1)]) == set()
 

@@ -18,6 +18,7 @@ from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.rows import given
+from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, NOW, Bench, new_job
 
 LEASE_S, MAX_CRASHES = 30.0, 2
@@ -222,7 +223,9 @@ class Histories(RuleBasedStateMachine):
     def cancel(self, number):
         for job_id in self.some_jobs([number]):
             job = self.jobs[job_id]
-            record = self.bench.call(store.cancel, job_id, now=self.bench.now)
+            record = self.bench.call(
+                store.cancel, job_id, tenant=DEFAULT_TENANT, now=self.bench.now
+            )
             if job.state not in TERMINAL:
                 job.fence += 1
                 job.go(JobState.CANCELLED)

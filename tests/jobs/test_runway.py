@@ -10,6 +10,7 @@ from jobs.celery_app import GENERATE_TASK, RUN_TASK, make_app, queue_for, quick_
 from jobs.database import Database
 from jobs.runway import Runway, RunwayDown
 from jobs.settings import ModelEntry, Settings
+from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, new_job
 
 SECRET = "the prompt nobody but the row may hold"
@@ -37,7 +38,10 @@ def runway(valkey_url):
 def submit(database, *jobs) -> list[str]:
     with database.begin() as connection:
         now = database.clock(connection)
-        return [record.id for record in store.submit(connection, jobs, now=now).records]
+        return [
+            record.id
+            for record in store.submit(connection, jobs, tenant=DEFAULT_TENANT, now=now).records
+        ]
 
 
 def backdate(database, seconds: float) -> None:
@@ -149,7 +153,7 @@ def test_redis_away_is_told_at_once_and_marks_nothing(database, tmp_path):
             runway._publish(MODEL, [job_id])
         assert time.monotonic() - started < 5
         with database.read() as connection:
-            assert store.get(connection, job_id).published_at is None
+            assert store.get(connection, job_id, tenant=DEFAULT_TENANT).published_at is None
         server.start()
         assert runway.refill(database) == 1
         assert take(runway) == [job_id]

@@ -6,6 +6,7 @@ from sqlalchemy import text
 
 from jobs import store
 from jobs.models import jobs
+from jobs.tenants import DEFAULT_TENANT
 from tests.conftest import REPOSITORY
 from tests.jobs.conftest import new_job
 from tests.jobs.test_claims import success
@@ -57,7 +58,7 @@ def three_jobs(bench):
         for record, output in zip(records, texts, strict=False)
     ]  # fmt: skip
     bench.finish(results, now=NOW + 2)
-    bench.call(store.cancel, records[2].id, now=NOW + 86_400)
+    bench.call(store.cancel, records[2].id, tenant=DEFAULT_TENANT, now=NOW + 86_400)
     return [record.id for record in records]
 
 

@@ -13,6 +13,7 @@ from jobs.finishing import JobResult
 from jobs.lifecycle import JobState
 from jobs.models import Base
 from jobs.store import IdempotencyConflict, UnknownCursor, WrongSchema
+from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, NOW, new_job
 
 HASH, OTHER_HASH = b"\1" * 32, b"\2" * 32
@@ -56,7 +57,7 @@ def test_all_jobs_of_a_submission_are_accepted_or_none(bench):
     with pytest.raises(Exception, match=r"UNIQUE|unique"):
         bench.submit(other, new_job(id=taken.id))
     with bench.database.read() as connection:
-        assert store.get(connection, other.id) is None
+        assert store.get(connection, other.id, tenant=DEFAULT_TENANT) is None
 
 
 def test_listing_is_newest_first_and_pages_by_cursor(bench):
@@ -66,7 +67,7 @@ def test_listing_is_newest_first_and_pages_by_cursor(bench):
     newest_first = [record.id for record in (*first, *second)][::-1]
     with bench.database.read() as connection:
         pages, after = [], None
-        while page := store.list_jobs(connection, limit=3, after=after):
+        while page := store.list_jobs(connection, tenant=DEFAULT_TENANT, limit=3, after=after):
             pages += [record.id for record in page]
             after = page[-1].id
     assert pages == newest_first
@@ -74,7 +75,7 @@ def test_listing_is_newest_first_and_pages_by_cursor(bench):
 
 def test_a_cursor_that_is_no_job_is_refused(bench):
     with bench.database.read() as connection, pytest.raises(UnknownCursor, match="job_gone"):
-        store.list_jobs(connection, limit=3, after="job_gone")
+        store.list_jobs(connection, tenant=DEFAULT_TENANT, limit=3, after="job_gone")
 
 
 def test_filters_combine(bench):
@@ -82,11 +83,16 @@ def test_filters_combine(bench):
         new_job(custom_id="a"), new_job(custom_id="b"), new_job(batch_id="batch_1"),
         new_job(model="other"),
     )  # fmt: skip
-    bench.call(store.cancel, theirs.id, now=bench.now)
+    bench.call(store.cancel, theirs.id, tenant=DEFAULT_TENANT, now=bench.now)
 
     def listed(**filters):
         with bench.database.read() as connection:
-            return {record.id for record in store.list_jobs(connection, limit=10, **filters)}
+            return {
+                record.id
+                for record in store.list_jobs(
+                    connection, tenant=DEFAULT_TENANT, limit=10, **filters
+                )
+            }
 
     assert listed(status=JobState.QUEUED) == {mine.id, batch.id, other.id}
     assert listed(status=JobState.QUEUED, model=MODEL) == {mine.id, batch.id}
@@ -99,7 +105,12 @@ def test_a_repeat_under_the_same_key_finds_the_first_jobs(bench):
     first = bench.submit(new_job(), new_job(), key="k", body_sha256=HASH)
     with bench.database.begin() as connection:
         again = store.submit(
-            connection, [new_job(), new_job()], now=bench.now + 5, key="k", body_sha256=HASH
+            connection,
+            [new_job(), new_job()],
+            tenant=DEFAULT_TENANT,
+            now=bench.now + 5,
+            key="k",
+            body_sha256=HASH,
         )
         assert again.replayed
         assert list(again.records) == first
@@ -141,7 +152,9 @@ def test_twenty_parallel_submissions_under_one_key_make_one_set_of_jobs(bench):
         mine = [new_job(), new_job()]
         start.wait()
         with bench.database.begin() as connection:
-            submitted = store.submit(connection, mine, now=NOW, key="k", body_sha256=HASH)
+            submitted = store.submit(
+                connection, mine, tenant=DEFAULT_TENANT, now=NOW, key="k", body_sha256=HASH
+            )
         found.append(tuple(record.id for record in submitted.records))
 
     threads = [threading.Thread(target=submit) for _ in range(20)]
@@ -161,10 +174,13 @@ def test_cancelling_ends_queued_and_running_jobs_for_good(bench):
     (claimed,) = bench.claim(running.id)
     bench.now += 2
     for record in (queued, running):
-        cancelled = bench.call(store.cancel, record.id, now=bench.now)
+        cancelled = bench.call(store.cancel, record.id, tenant=DEFAULT_TENANT, now=bench.now)
         assert (cancelled.state, cancelled.finished_at) == (JobState.CANCELLED, bench.now)
         assert cancelled.finish_reason == "abort"
-        assert bench.call(store.cancel, record.id, now=bench.now + 1) == cancelled
+        assert (
+            bench.call(store.cancel, record.id, tenant=DEFAULT_TENANT, now=bench.now + 1)
+            == cancelled
+        )
     assert bench.claim(queued.id) == []
     late = JobResult(
         id=claimed.id, fence=claimed.fence, state=JobState.SUCCEEDED, output={"late": True}
@@ -181,9 +197,11 @@ def test_cancelling_an_ended_job_returns_it_unchanged(bench):
         id=claimed.id, fence=claimed.fence, state=JobState.SUCCEEDED, output={"text": "done"}
     )
     bench.finish([result], now=bench.now)
-    assert bench.call(store.cancel, record.id, now=bench.now + 9) == bench.get(record.id)
+    assert bench.call(
+        store.cancel, record.id, tenant=DEFAULT_TENANT, now=bench.now + 9
+    ) == bench.get(record.id)
     assert bench.get(record.id).state == JobState.SUCCEEDED
-    assert bench.call(store.cancel, "job_gone", now=bench.now) is None
+    assert bench.call(store.cancel, "job_gone", tenant=DEFAULT_TENANT, now=bench.now) is None
 
 
 def test_counts_tell_what_happened(bench):
@@ -217,7 +235,7 @@ def test_ended_are_those_in_a_terminal_state(bench):
     bench.register()
     queued, running, cancelled = bench.submit(new_job(), new_job(), new_job())
     bench.claim(running.id)
-    bench.call(store.cancel, cancelled.id, now=bench.now)
+    bench.call(store.cancel, cancelled.id, tenant=DEFAULT_TENANT, now=bench.now)
     ids = [queued.id, running.id, cancelled.id, "job_unknown"]
     assert bench.call(store.ended, ids) == {cancelled.id}
 
@@ -228,7 +246,9 @@ def test_five_hundred_jobs_are_accepted_in_a_fraction_of_a_second(sqlite_url):
     new_jobs = [new_job(body={"model": MODEL, "prompt": text}) for _ in range(500)]
     started = time.process_time()  # a busy machine must not fail it
     with database.begin() as connection:
-        store.submit(connection, new_jobs, now=NOW, key="k", body_sha256=HASH)
+        store.submit(
+            connection, new_jobs, tenant=DEFAULT_TENANT, now=NOW, key="k", body_sha256=HASH
+        )
     assert time.process_time() - started < 0.5
     database.dispose()
 

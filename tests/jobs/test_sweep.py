@@ -10,6 +10,7 @@ from jobs import claims, finishing, store, sweep
 from jobs.accounting import Counted, Wasted, account_wasted, count_prompts
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.sweep import Reaped
+from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, NOW, new_job
 
 
@@ -214,7 +215,7 @@ INDEXED = {
     "publishable": ("jobs_queue", sweep.publishable, (MODEL,), {"limit": 4, "now": NOW}),
     "expire": ("jobs_due", sweep.expire, (NOW,), {}),
     "reap": ("jobs_running", sweep.reap, (NOW,), {}),
-    "list": ("jobs_newest", store.list_jobs, (), {"limit": 20}),
+    "list": ("jobs_newest", store.list_jobs, (), {"tenant": DEFAULT_TENANT, "limit": 20}),
 }
 
 

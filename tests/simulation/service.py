@@ -24,6 +24,7 @@ from jobs.models import Base
 from jobs.records import NewJob
 from jobs.runway import RunwayDown
 from jobs.settings import ModelEntry, Settings
+from jobs.tenants import DEFAULT_TENANT
 from tests.simulation.audit import Row, Spec, check_rest, check_rows
 from tests.simulation.processes import LEASE_S, MODEL, POISON, Process, WorkerProcess
 from tests.simulation.servers import (
@@ -126,6 +127,7 @@ class ClientProcess(Process):
                 submitted = store.submit(
                     connection,
                     [job],
+                    tenant=DEFAULT_TENANT,
                     now=self._database.clock(connection),
                     key=spec.key,
                     body_sha256=sha256(repr(spec).encode()).digest(),
@@ -144,7 +146,7 @@ class ClientProcess(Process):
         job_id = self._world.rng.choice(sorted(self.ids.values()))
         try:
             with self._database.read() as connection:
-                record = store.get(connection, job_id)
+                record = store.get(connection, job_id, tenant=DEFAULT_TENANT)
         except worker.sweeper.SQLAlchemyError:
             return
         assert record is not None, f"{job_id} was accepted and is not found"
@@ -157,7 +159,9 @@ class ClientProcess(Process):
         try:
             with self._database.begin() as connection:
                 now = self._database.clock(connection)
-                record = store.cancel(connection, self.ids[spec.key], now=now)
+                record = store.cancel(
+                    connection, self.ids[spec.key], tenant=DEFAULT_TENANT, now=now
+                )
         except worker.sweeper.SQLAlchemyError:
             return
         self._to_cancel.remove(spec)

@@ -121,11 +121,11 @@ def counters_outside_the_transaction(patch):
 def cancels_pass_over_what_runs(patch):
     real = store.cancel
 
-    def cancel(connection, job_id, *, now):
-        record = store.get(connection, job_id)
+    def cancel(connection, job_id, *, tenant, now):
+        record = store.get(connection, job_id, tenant=tenant)
         if record is not None and record.state == JobState.RUNNING:
             return record
-        return real(connection, job_id, now=now)
+        return real(connection, job_id, tenant=tenant, now=now)
 
     patch.setattr(store, "cancel", cancel)
 

@@ -26,6 +26,7 @@ from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import jobs
 from jobs.records import JobRecord, NewJob, WorkerRecord
 from jobs.settings import Settings
+from jobs.tenants import DEFAULT_TENANT
 from worker import sweeper
 
 TIMEOUT_S = 120.0  # for anything; the machine may be busy
@@ -164,7 +165,7 @@ class Deployment:
     def submit(self, *new_jobs: NewJob) -> list[str]:
         with self.database.begin() as connection:
             now = self.database.clock(connection)
-            submitted = store.submit(connection, new_jobs, now=now)
+            submitted = store.submit(connection, new_jobs, tenant=DEFAULT_TENANT, now=now)
         return [record.id for record in submitted.records]
 
     def get(self, job_id: str) -> JobRecord:
@@ -174,12 +175,14 @@ class Deployment:
 
     def find(self, job_id: str) -> JobRecord | None:
         with self.database.read() as connection:
-            return store.get(connection, job_id)
+            return store.get(connection, job_id, tenant=DEFAULT_TENANT)
 
     def cancel(self, job_id: str) -> None:
         """As the API does it: the row, then a hint."""
         with self.database.begin() as connection:
-            store.cancel(connection, job_id, now=self.database.clock(connection))
+            store.cancel(
+                connection, job_id, tenant=DEFAULT_TENANT, now=self.database.clock(connection)
+            )
         publisher = Publisher(self.settings)
         publisher.publish(Channel.CANCELLED, [job_id])
         publisher.close()

@@ -18,6 +18,7 @@ from jobs.database import Database
 from jobs.lifecycle import JobState
 from jobs.models import jobs
 from jobs.records import NewJob, WorkerInfo
+from jobs.tenants import DEFAULT_TENANT
 from tests.worker.test_ledger import FragileDatabase
 from worker.attempt import Phase
 from worker.delivery import CeleryCallbacks, Delivery
@@ -127,7 +128,9 @@ class World:
         body = {"model": "tiny", "prompt": "x", "max_tokens": MAX_TOKENS}
         new_job = NewJob(url="/v1/completions", model="tiny", body=body, max_attempts=100)
         with self.others.begin() as connection:
-            store.submit(connection, [new_job], now=self.others.clock(connection))
+            store.submit(
+                connection, [new_job], tenant=DEFAULT_TENANT, now=self.others.clock(connection)
+            )
         self.ids.append(new_job.id)
         self.deliver(new_job.id)
 
@@ -159,7 +162,7 @@ class World:
     def cancel(self) -> None:
         with self.others.begin() as connection:
             now = self.others.clock(connection)
-            store.cancel(connection, self.draw.choice(self.ids), now=now)
+            store.cancel(connection, self.draw.choice(self.ids), tenant=DEFAULT_TENANT, now=now)
 
     def cancel_beside_a_beat(self) -> None:
         """It has written the row, and commits after the beat."""
@@ -167,7 +170,7 @@ class World:
             return
         with self.others.begin() as connection:
             now = self.others.clock(connection)
-            store.cancel(connection, self.draw.choice(self.ids), now=now)
+            store.cancel(connection, self.draw.choice(self.ids), tenant=DEFAULT_TENANT, now=now)
             self.step()
             self.beat()
 

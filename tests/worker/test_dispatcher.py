@@ -126,7 +126,7 @@ def job(job_id: str = "job_1", **values) -> ClaimedJob:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 20} | values.pop("body", {})
     usual = {"id": job_id, "fence": 1, "attempt": 1, "url": "/v1/completions", "model": "tiny"}
     usual |= {"body": body, "priority": 0, "deadline_at": None, "checkpoint": None}
-    usual |= {"crash_count": 0, "created_at": NOW, "prompt_tokens": 5}
+    usual |= {"crash_count": 0, "created_at": NOW, "prompt_tokens": 5, "tenant_id": "default"}
     return ClaimedJob(**usual | values)
 
 

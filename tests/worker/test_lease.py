@@ -12,6 +12,7 @@ from jobs.claims import Held
 from jobs.database import Database
 from jobs.lifecycle import JobState
 from jobs.records import NewJob, WorkerInfo
+from jobs.tenants import DEFAULT_TENANT
 from worker.attempt import Holding
 from worker.lease import LeaseKeeper
 
@@ -80,7 +81,7 @@ class Bench:
         new_job = NewJob(url="/v1/completions", model="tiny", body={"prompt": "x"})
         with self.database.begin() as connection:
             now = self.database.clock(connection)
-            store.submit(connection, [new_job], now=now)
+            store.submit(connection, [new_job], tenant=DEFAULT_TENANT, now=now)
             [job] = claims.claim(connection, [new_job.id], worker_id=WORKER, now=now)
         return Held(job.id, job.fence)
 
@@ -91,7 +92,7 @@ class Bench:
 
     def state(self, job_id: str) -> tuple[JobState, int]:
         with self.database.read() as connection:
-            record = store.get(connection, job_id)
+            record = store.get(connection, job_id, tenant=DEFAULT_TENANT)
         assert record is not None
         return record.state, record.attempt
 
@@ -155,7 +156,9 @@ def test_a_beat_that_comes_late_keeps_what_nobody_has_taken(bench, monkeypatch):
     time.sleep(2 * LEASE_S)
     with bench.database.begin() as connection:
         assert not claims.lease_stands(connection, WORKER, now=bench.database.clock(connection))
-        store.cancel(connection, taken.id, now=bench.database.clock(connection))
+        store.cancel(
+            connection, taken.id, tenant=DEFAULT_TENANT, now=bench.database.clock(connection)
+        )
     go_on.set()
     bench.wait_for(lambda: {taken} in bench.dispatcher.answers)
     bench.sweep()

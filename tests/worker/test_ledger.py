@@ -16,6 +16,7 @@ from jobs.claims import ClaimedJob, Held
 from jobs.database import Database
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord, NewJob, WorkerInfo
+from jobs.tenants import DEFAULT_TENANT
 from worker.entries import Cancel, Claim, Count, Finish, HandBack, Insert, Waste
 from worker.generation import Outcome
 from worker.ledger import Ledger
@@ -70,12 +71,14 @@ class Bench:
     def submit(self, num_jobs: int = 1) -> list[str]:
         with self.database.begin() as connection:
             now = self.database.clock(connection)
-            submitted = store.submit(connection, [new_job() for _ in range(num_jobs)], now=now)
+            submitted = store.submit(
+                connection, [new_job() for _ in range(num_jobs)], tenant=DEFAULT_TENANT, now=now
+            )
         return [record.id for record in submitted.records]
 
     def get(self, job_id: str) -> JobRecord:
         with self.database.read() as connection:
-            record = store.get(connection, job_id)
+            record = store.get(connection, job_id, tenant=DEFAULT_TENANT)
         assert record is not None
         return record
 
@@ -319,7 +322,9 @@ def test_a_commit_in_doubt_does_not_accept_what_was_cancelled_meanwhile(bench):
     [job_id] = bench.submit()
     job = bench.claim(job_id)
     with bench.database.begin() as connection:
-        store.cancel(connection, job_id, now=bench.database.clock(connection))
+        store.cancel(
+            connection, job_id, tenant=DEFAULT_TENANT, now=bench.database.clock(connection)
+        )
     bench.database.breaks = "b"
     assert not bench.finish(Held(job.id, job.fence))
     assert bench.get(job_id).output is None

@@ -74,6 +74,7 @@ def attempt(body: dict[str, Any], url: str) -> Attempt:
         crash_count=0,
         created_at=0.0,
         prompt_tokens=0,
+        tenant_id="default",
     )
     delivery = Delivery(
         "job_1",

@@ -13,6 +13,7 @@ from jobs.lifecycle import JobState
 from jobs.records import JobRecord, NewJob, WorkerInfo
 from jobs.runway import Runway
 from jobs.settings import ModelEntry, Settings
+from jobs.tenants import DEFAULT_TENANT
 from worker.sweeper import Sweeper, run
 
 TIMEOUT_S = 30.0
@@ -37,7 +38,9 @@ class Bench:
         usual = {"url": "/v1/completions", "model": "tiny", "body": body}
         jobs = [NewJob(**usual | values) for _ in range(num_jobs)]
         with self.database.begin() as connection:
-            store.submit(connection, jobs, now=self.database.clock(connection))
+            store.submit(
+                connection, jobs, tenant=DEFAULT_TENANT, now=self.database.clock(connection)
+            )
         return [job.id for job in jobs]
 
     def claim(self, job_id: str, *, lease_s: float) -> None:
@@ -52,7 +55,7 @@ class Bench:
 
     def get(self, job_id: str) -> JobRecord:
         with self.database.read() as connection:
-            record = store.get(connection, job_id)
+            record = store.get(connection, job_id, tenant=DEFAULT_TENANT)
         assert record is not None
         return record
 
