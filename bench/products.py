@@ -11,6 +11,7 @@ from engine.kernels.cpu.matmul import Weights, multiply, pack, stored_as
 from engine.kernels.cpu.pairs import pack_pairs, pair_row, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.workers import Crew
+from engine.kernels.memory import allocate
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # [N, K] of SmolLM2-135M's layers
 
@@ -25,45 +26,32 @@ def _multiply(x, weights, outputs, num_rows, num_inputs, kind, product, num_work
             multiply(x, weights[i], 0, outputs, False, num_rows, num_inputs, stored, crew)
 
 
+def packed(weight: Tensor, dtype: torch.dtype, *, in_pairs: bool) -> Tensor:
+    if dtype == torch.int8:
+        return pack_int8(weight)
+    return pack_pairs(weight) if in_pairs else pack(weight, dtype)
+
+
 def by_kernels(
     weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int, *, in_pairs: bool = False
 ) -> Callable[[], None]:
     """All layers by these kernels."""
-    packed = [
-        [
-            pack_pairs(w) if in_pairs else pack_int8(w) if dtype == torch.int8 else pack(w, dtype)
-            for w in layer
-        ]
-        for layer in weights
-    ]
-    calls = []
+    layers = [[packed(w, dtype, in_pairs=in_pairs) for w in layer] for layer in weights]
+    num_workers, calls = torch.get_num_threads(), []
     for place, (n, k) in enumerate(SHAPES):
         x = np.random.default_rng(0).standard_normal((num_tokens, k), np.float32)
-        if dtype == torch.int8:
-            quantized = np.empty((num_tokens, quantized_words(k)), np.float32)
-            for row, made in zip(x, quantized, strict=True):
-                quantize_row(row, k, made)
-            x = quantized
-        elif in_pairs:
-            pairs = np.empty((num_tokens, pair_words(k)), np.float32)
-            for row, made in zip(x, pairs, strict=True):
-                pair_row(row, k, made)
-            x = pairs
-        addresses = np.array([layer[place].data_ptr() for layer in packed], np.int64)
-        out = np.empty((num_tokens, n), np.float32)
-        calls.append(
-            (
-                x,
-                addresses,
-                out,
-                num_tokens,
-                k,
-                *stored_as(dtype, in_pairs=in_pairs),
-                torch.get_num_threads(),
-            )
-        )
+        if in_pairs or dtype == torch.int8:
+            words = pair_words(k) if in_pairs else quantized_words(k)
+            rounded = allocate((num_tokens, words), torch.float32, torch.device("cpu")).numpy()
+            for row, made in zip(x, rounded, strict=True):
+                (pair_row if in_pairs else quantize_row)(row, k, made)
+            x = rounded
+        addresses = np.array([layer[place].data_ptr() for layer in layers], np.int64)
+        out = allocate((num_tokens, n), torch.float32, torch.device("cpu")).numpy()
+        stored = stored_as(dtype, in_pairs=in_pairs)
+        calls.append((x, addresses, out, num_tokens, k, *stored, num_workers))
 
-    def run(_held: object = packed) -> None:
+    def run(_held: object = layers) -> None:
         for call in calls:
             _multiply(*call)
 

@@ -15,13 +15,14 @@ class EngineConfig:
     model: str  # checkpoint folder, GGUF file or hub id
     # how weights and KV cache are kept: float32, bfloat16, float16 or auto, which is the
     # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32, but rounds
-    # what bfloat16 weights are multiplied by where that is asked for and it has instructions for it
+    # all that is multiplied to bfloat16 where that is asked for and it has instructions for it
     dtype: str = "auto"
     # of weights that a checkpoint has in 16 bits or more: int8, by a CPU's compiled kernels or on a
     # GPU; there int4, and fp8 with what they are multiplied by, too
     quantization: str = "none"
     # on a CPU another type for the KV cache: int8 has a scale for each token's key, and value, of a
-    # head; auto is what dtype says, but float16 where that is auto and weights are in 8 bits
+    # head; auto is what dtype says, but float16, or bfloat16 where the CPU multiplies it, where
+    # that is auto and weights are in 8 bits
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"  # auto: compiled ones where they run; reference: plain PyTorch
     device: str = "auto"  # auto, cpu, cuda, cuda:N

@@ -92,7 +92,7 @@ class Settings:
         "auto",
         "Type in which weights and KV cache are kept; auto is the checkpoint's own, but float32 "
         "for a CPU's KV cache. A CPU computes in float32; asked for bfloat16, one that multiplies "
-        "it (AVX512-BF16) rounds what weights are multiplied by, too.",
+        "it (AMX, AVX512-BF16) rounds all that is multiplied to it.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = _setting(
@@ -103,8 +103,9 @@ class Settings:
     )
     kv_cache_dtype: str = _setting(
         "auto",
-        "Type of a CPU's KV cache; auto is what TOKENMILL_DTYPE says, but float16 where that is "
-        "auto and weights are in 8 bits. int8 has a scale for each token and head.",
+        "Type of a CPU's KV cache; auto is what TOKENMILL_DTYPE says, but float16, or bfloat16 "
+        "where the CPU multiplies it, where that is auto and weights are in 8 bits. int8 has a "
+        "scale for each token and head.",
         choices=("auto", "float32", "float16", "bfloat16", "int8"),
     )
     kernels: str = _setting(

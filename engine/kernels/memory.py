@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LINE = 64  # bytes that a cache holds together: vectors that straddle two are read twice
+
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A zeroed tensor for long-lived, randomly read memory: weights and the KV cache.
@@ -16,4 +18,6 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = np.zeros(num_bytes + LINE, np.uint8)
+    first = -memory.ctypes.data % LINE
+    return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)

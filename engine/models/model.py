@@ -4,6 +4,7 @@ Tier 1 is this project's own lean decoder. What it does not express, tier 2 runs
 wrote it, with attention and the KV cache of this engine. docs/models.md lists both.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Protocol
@@ -85,14 +86,7 @@ def load_model(
         # Numba takes a second to import, and a GPU does without
         from engine.models.packed_decoder import PackedDecoder
 
-        return PackedDecoder(
-            checkpoint,
-            settings,
-            block_size=packing.block_size,
-            weight_dtype=packing.weight_dtype,
-            in_pairs=packing.in_pairs,
-            kv_dtype=packing.kv_dtype,
-        )
+        return PackedDecoder(checkpoint, settings, **dataclasses.asdict(packing))
     return Decoder(
         checkpoint,
         settings,

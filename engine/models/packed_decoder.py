@@ -16,11 +16,12 @@ from torch import Tensor
 from engine.kernels.cpu import MAX_THREADS, stack, step
 from engine.kernels.cpu.attention import tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
-from engine.kernels.cpu.emit import PANEL
+from engine.kernels.cpu.emit import PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of
 from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, padded, stored_as
-from engine.kernels.cpu.pairs import pack_pairs, pair_words
+from engine.kernels.cpu.pairs import BY_AMX, pack_pairs, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantized_words
+from engine.kernels.cpu.tiles_amx import BLOCK
 from engine.kernels.cpu.workers import run_side_by_side
 from engine.kernels.memory import allocate
 from engine.kernels.registry import REFERENCE
@@ -55,7 +56,8 @@ class PackedDecoder:
         block_size: int,  # a multiple of 16
         weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
         in_pairs: bool = False,  # bfloat16 weights: inputs are rounded to that, too
-        kv_dtype: torch.dtype,  # likewise keys and values, whose arithmetic is in float32
+        kv_in_pairs: bool = False,  # a bfloat16 cache: so are queries and what weighs values
+        kv_dtype: torch.dtype,  # likewise keys and values
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
         assert block_size % PANEL == 0
@@ -64,8 +66,13 @@ class PackedDecoder:
         self.vocab_size = s.vocab_size
         self.max_position_embeddings = s.max_position_embeddings
         self.rotary, self.local_rotary = rotary_embeddings(s, CPU)
+        kv_kind = KINDS[kv_dtype]
+        if kv_in_pairs:
+            kv_kind = PAIRS
+        unit = BLOCK if kv_kind == PAIRS and BY_AMX else PANEL
+        head_dim = -(-s.head_dim // unit) * unit
         self.kv_layers = (
-            LayerShape(num_kv_heads=s.num_kv_heads, head_dim=padded(s.head_dim)),
+            LayerShape(num_kv_heads=s.num_kv_heads, head_dim=head_dim),
         ) * s.num_layers
         self.weight_dtype = weight_dtype
         self._in_pairs = in_pairs
@@ -73,11 +80,11 @@ class PackedDecoder:
         self._attention = AttentionShape(
             num_heads=s.num_heads,
             num_kv_heads=s.num_kv_heads,
-            head_dim=padded(s.head_dim),
+            head_dim=head_dim,
             block_size=block_size,
-            kv_kind=KINDS[kv_dtype],
+            kv_kind=kv_kind,
             kv_bytes=kv_dtype.itemsize,
-            attend_tile=address_of(tile_function(KINDS[kv_dtype])),
+            attend_tile=address_of(tile_function(kv_kind)),
         )
         self._held: list[Tensor] = []  # what addresses point to
         self._layers = np.zeros((s.num_layers, stack.NUM_COLUMNS), np.int64)
@@ -113,6 +120,7 @@ class PackedDecoder:
             "threads": self._num_workers,
             "weight_dtype": str(self.weight_dtype),
             "in_pairs": self._in_pairs,
+            "kv_kind": self._attention.kv_kind,
             "block_size": self._attention.block_size,
             "num_layers": s.num_layers,
             "hidden_size": s.hidden_size,
@@ -280,7 +288,7 @@ class PackedDecoder:
         s = self._settings
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, GatedMLP)
-        head_dim, hidden_size = padded(s.head_dim), padded(s.hidden_size)
+        head_dim, hidden_size = self._attention.head_dim, padded(s.hidden_size)
         row[stack.ATTENTION_NORM] = self._keep(layer.attention_norm.weight)
         row[stack.MLP_NORM] = self._keep(layer.mlp_norm.weight)
         if layer.attention_out_norm is not None and layer.mlp_out_norm is not None:

@@ -23,7 +23,8 @@ class Packing:
 
     block_size: int  # tokens of a KV block
     weight_dtype: torch.dtype
-    in_pairs: bool = False  # bfloat16 is multiplied by bfloat16, two at a time
+    in_pairs: bool = False  # bfloat16 weights are multiplied by bfloat16, two at a time
+    kv_in_pairs: bool = False  # likewise a bfloat16 KV cache
     kv_dtype: torch.dtype
 
 
@@ -40,15 +41,21 @@ def cache_dtype(config: EngineConfig, device: torch.device, computed: torch.dtyp
     """In which type keys and values are kept by a model that computes in one."""
     name = config.kv_cache_dtype
     if name == "auto":
-        # 8-bit weights have cost more than the rounding of keys and values to 11 bits
         small = config.quantization == "int8" and config.dtype == "auto"
-        return torch.float16 if small else computed
+        return _small_cache_dtype() if small and device.type == "cpu" else computed
     kept = torch.int8 if name == "int8" else DTYPES[name]
     if device.type != "cpu" and kept != computed:
         raise ValueError(
             f"kv_cache_dtype {name} needs a CPU: on {device} the KV cache has the model's type"
         )
     return kept
+
+
+def _small_cache_dtype() -> torch.dtype:
+    """Keys and values beside 8-bit weights, which have cost more than their rounding does."""
+    from engine.kernels.cpu.pairs import HAS_PAIRS
+
+    return torch.bfloat16 if HAS_PAIRS else torch.float16
 
 
 def packing_of(
@@ -64,15 +71,18 @@ def packing_of(
     if reason is None:
         # weights as the checkpoint has them: nothing is lost, and no byte read that was not there
         kept = checkpoint.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-        if config.quantization == "int8":
+        small = config.quantization == "int8"
+        if small:
             kept = torch.int8
         from engine.kernels.cpu.pairs import HAS_PAIRS
 
+        # only where it is asked for: by itself nothing is rounded that the checkpoint is not
+        rounded = HAS_PAIRS and config.dtype == "bfloat16"
         return Packing(
             block_size=config.block_size,
             weight_dtype=kept,
-            # only where it is asked for: by itself nothing is rounded that the checkpoint is not
-            in_pairs=HAS_PAIRS and kept == torch.bfloat16 and config.dtype == "bfloat16",
+            in_pairs=rounded and kept == torch.bfloat16,
+            kv_in_pairs=HAS_PAIRS and (rounded or small) and kv_dtype == torch.bfloat16,
             kv_dtype=kv_dtype,
         )
     if config.quantization != "none" and device.type == "cpu":

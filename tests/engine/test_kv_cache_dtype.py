@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, LLMEngine, SamplingParams
+from engine.kernels.cpu.pairs import HAS_PAIRS
 from engine.models.packing import cache_dtype
 from engine.step_plan import ScheduledSequence
 from tests.engine.models.checkpoints import write_checkpoint
@@ -22,7 +23,7 @@ MAX_TOKENS = 40
     ("settings", "kept"),
     [
         ({}, torch.float32),
-        ({"quantization": "int8"}, torch.float16),
+        ({"quantization": "int8"}, torch.bfloat16 if HAS_PAIRS else torch.float16),
         ({"quantization": "int8", "dtype": "bfloat16"}, torch.bfloat16),
         ({"quantization": "int8", "kv_cache_dtype": "float32"}, torch.float32),
         ({"dtype": "float16"}, torch.float16),
@@ -37,8 +38,9 @@ def test_which_type_it_has(settings, kept):
 
 
 def test_on_a_gpu_it_has_the_models_type_or_none():
-    config = EngineConfig(model="m", kv_cache_dtype="bfloat16")
-    assert cache_dtype(config, GPU, torch.bfloat16) == torch.bfloat16
+    for settings in ({"kv_cache_dtype": "bfloat16"}, {"quantization": "int8"}):
+        config = EngineConfig(model="m", **settings)
+        assert cache_dtype(config, GPU, torch.bfloat16) == torch.bfloat16
     for name in ("int8", "float16"):
         config = EngineConfig(model="m", kv_cache_dtype=name)
         with pytest.raises(ValueError, match=f"kv_cache_dtype {name} needs a CPU: on cuda:0"):
@@ -70,7 +72,8 @@ def test_compiled_kernels_keep_in_8_bits_what_the_reference_does(tmp_path, famil
         )
         for kernels in ("reference", "auto")
     )
-    torch.testing.assert_close(compiled, reference, rtol=0, atol=1e-4)
+    # a number that lies between two steps may be kept as either: sums end in other digits
+    torch.testing.assert_close(compiled, reference, rtol=0, atol=5e-4)
     assert 0.001 < (compiled - expected).abs().max() < 0.2
 
 

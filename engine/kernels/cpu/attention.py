@@ -16,6 +16,7 @@ from numba import cfunc, njit, prange
 from numba.core.ccallback import CFunc
 from numba.np.numpy_support import carray
 
+from engine.kernels.cpu.attention_pairs import pairs_function, round_query
 from engine.kernels.cpu.attention_plan import (
     AHEAD,
     END_MEMBER,
@@ -32,11 +33,12 @@ from engine.kernels.cpu.attention_plan import (
     MERGE_HEAD,
     NUM_PANELS,
     NUM_PIECES,
+    PAIR_ROWS,
     PARTIAL,
     SEQUENCE,
     STRETCH,
 )
-from engine.kernels.cpu.emit import INT8, PANEL, WIDTH
+from engine.kernels.cpu.emit import INT8, PAIRS, PANEL, WIDTH
 from engine.kernels.cpu.functions import call_function
 from engine.kernels.cpu.kv_blocks import key_panel_at, values_after_keys
 from engine.kernels.cpu.tiles import (
@@ -58,6 +60,7 @@ from engine.kernels.cpu.vectors import (
 )
 from engine.kernels.cpu.workers import Crew, fetch_add, share, wait_for_all
 
+ROWS = max(MAX_ROWS, PAIR_ROWS)
 # so few wait for memory: values are read whole, block by block, where no tile is as wide
 WHOLE_ROWS = 3 if WIDTH == 8 else 0
 
@@ -76,8 +79,8 @@ class Scratch(NamedTuple):
 
     queries: np.ndarray  # [MAX_ITEM_ROWS, D]
     totals: np.ndarray  # [MAX_ITEM_ROWS, D + 2] of each row its values, peak and sum so far
-    scores: np.ndarray  # [MAX_ROWS, STRETCH]
-    parts: np.ndarray  # [MAX_ROWS, D + 2] the same over one stretch
+    scores: np.ndarray  # [ROWS × STRETCH], and of PAIRS a piece of values
+    parts: np.ndarray  # [ROWS, D + 2] the same over one stretch
 
 
 @njit(nogil=True, cache=True)
@@ -116,12 +119,12 @@ def cut_up(memory, head_dim):
     width = head_dim + 2
     totals_at = MAX_ITEM_ROWS * head_dim
     scores_at = totals_at + MAX_ITEM_ROWS * width
-    parts_at = scores_at + MAX_ROWS * STRETCH
+    parts_at = scores_at + ROWS * STRETCH + PANEL // 2 * head_dim
     return Scratch(
         memory[:totals_at].reshape(MAX_ITEM_ROWS, head_dim),
         memory[totals_at:scores_at].reshape(MAX_ITEM_ROWS, width),
-        memory[scores_at:parts_at].reshape(MAX_ROWS, STRETCH),
-        memory[parts_at : parts_at + MAX_ROWS * width].reshape(MAX_ROWS, width),
+        memory[scores_at:parts_at],
+        memory[parts_at : parts_at + ROWS * width].reshape(ROWS, width),
     )
 
 
@@ -177,6 +180,8 @@ def weigh_values(weights, panels, values_at, num_keys, rows, head_dim, kv_bytes,
 @functools.cache
 def tile_function(kind: int) -> CFunc:
     """How some rows attend to a stretch of keys, for a cache that stores numbers so."""
+    if kind == PAIRS:
+        return pairs_function()
 
     @cfunc(
         "int64(" + 9 * "int64, " + "float32, float32, int64, int64)",
@@ -250,26 +255,29 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
         begin, end = sequences.cu_query_lens[n], sequences.cu_query_lens[n + 1]
         for row in range(first_row, item[END_ROW]):
             token, h = row // group, head * group + row % group
-            weigh_row(
-                query[begin + token, h].ctypes.data, np.float32(1.0),
-                scratch.queries[num_rows].ctypes.data, head_dim,
-            )  # fmt: skip
+            source, target = query[begin + token, h].ctypes.data, scratch.queries.ctypes.data
+            if shape.kv_kind == PAIRS:
+                round_query(source, head_dim, target + 2 * head_dim * num_rows)
+            else:
+                weigh_row(source, np.float32(1.0), target + 4 * head_dim * num_rows, head_dim)
             totals[num_rows, head_dim + 1] = 0.0
             places[num_rows] = sequences.seq_lens[n] - (end - begin) + token
             num_rows += 1
+    is_pairs = shape.kv_kind == PAIRS
+    at_once, query_bytes = PAIR_ROWS if is_pairs else MAX_ROWS, head_dim * (2 if is_pairs else 4)
     n = plan.order[item[FIRST_MEMBER]]  # the others have the same blocks there
     table, begin = sequences.block_tables[n], sequences.cu_query_lens[n]
     for stretch in range(item[FIRST_STRETCH], item[END_STRETCH]):
         find_panels(
             panels, stretch * STRETCH, places[:num_rows].max() + 1, cache, table, head, shape
         )
-        for low in range(0, num_rows, MAX_ROWS):
-            high = min(low + MAX_ROWS, num_rows)
+        for low in range(0, num_rows, at_once):
+            high = min(low + at_once, num_rows)
             tile_arguments = (
-                scratch.queries[low:].ctypes.data, places[low:].ctypes.data, high - low,
-                stretch * STRETCH, panels.ctypes.data, head_dim, values_after_keys(shape),
-                shape.kv_bytes, scores.window, scores.scale, scores.softcap,
-                scratch.scores.ctypes.data, scratch.parts.ctypes.data,
+                scratch.queries.ctypes.data + query_bytes * low, places[low:].ctypes.data,
+                high - low, stretch * STRETCH, panels.ctypes.data, head_dim,
+                values_after_keys(shape), shape.kv_bytes, scores.window, scores.scale,
+                scores.softcap, scratch.scores.ctypes.data, scratch.parts.ctypes.data,
             )  # fmt: skip
             if call_function(shape.attend_tile, tile_arguments):
                 for i in range(low, high):

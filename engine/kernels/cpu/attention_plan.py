@@ -14,11 +14,14 @@ import numpy as np
 from numba import njit
 
 from engine.kernels.cpu.emit import PANEL
+from engine.kernels.cpu.pairs import BY_AMX
 from engine.kernels.cpu.tiles import MAX_ROWS
+from engine.kernels.cpu.tiles_amx import ROWS_AT_ONCE
 
 STRETCH = 256  # keys under one softmax
 AHEAD = 4  # panels of keys or values from the one read to the one fetched: as slow as memory is
 NUM_PANELS = STRETCH // PANEL + AHEAD
+PAIR_ROWS = ROWS_AT_ONCE if BY_AMX else MAX_ROWS  # that attend at once, of bfloat16 by pairs
 MAX_ITEM_ROWS = 48  # query rows that share one read of keys and values
 ITEMS_PER_WORKER = 8  # with fewer items than this, each is cut into its stretches
 
@@ -111,7 +114,8 @@ def plan_attention(sequences, shape, num_workers):
             add_rows(draft, i, first, end, seen, few, shape.num_kv_heads)
     items, keys = draft.items[: draft.sizes[ITEMS]], draft.keys[: draft.sizes[ITEMS]]
     width = shape.head_dim + 2
-    room = MAX_ITEM_ROWS * (shape.head_dim + width) + MAX_ROWS * (STRETCH + width)
+    room = MAX_ITEM_ROWS * (shape.head_dim + width) + PANEL // 2 * shape.head_dim
+    room += max(MAX_ROWS, PAIR_ROWS) * (STRETCH + width)
     return Plan(
         order,
         items[dearest_first(items, keys)],

@@ -116,10 +116,18 @@ def larger(build: Any, x: Any, y: Any) -> Any:
 
 
 def reduce_lanes(build: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    lanes = [build.extract_element(vector, I32(i)) for i in range(WIDTH)]
-    while len(lanes) > 1:
-        lanes = [combine(x, y) for x, y in zip(lanes[::2], lanes[1::2], strict=True)]
-    return lanes[0]
+    """Half of the lanes with the other half, and so on; `combine` takes vectors of any width."""
+    none = ir.Constant(vector.type, ir.Undefined)
+    width = WIDTH
+    while width > 1:
+        width //= 2
+        low, high = (
+            build.shuffle_vector(vector, none, lane_numbers(list(range(first, first + width))))
+            for first in (0, width)
+        )
+        vector = combine(low, high)
+        none = ir.Constant(vector.type, ir.Undefined)
+    return build.extract_element(vector, I32(0))
 
 
 def exponential(build: Any, x: Any) -> Any:

@@ -17,9 +17,18 @@ from torch import Tensor
 
 from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of, call_function
+from engine.kernels.cpu.machine import HAS_AMX
+from engine.kernels.cpu.matmul_amx import amx_product_function
+from engine.kernels.cpu.pairs import BY_AMX, num_pairs
 from engine.kernels.cpu.quantize import num_groups
 from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile_by_stretches
-from engine.kernels.cpu.tiles_int8 import GROUP, GROUP_BYTES, SIDE_BY_SIDE, tile_int8
+from engine.kernels.cpu.tiles_int8 import (
+    GROUP,
+    GROUP_BYTES,
+    INT8_BY_AMX,
+    SIDE_BY_SIDE,
+    tile_int8,
+)
 from engine.kernels.cpu.vectors import load_float, silu_mul_panel
 from engine.kernels.cpu.workers import share
 from engine.kernels.memory import allocate
@@ -43,7 +52,7 @@ LINES_AHEAD = 1024  # bytes from what a lone tile reads to what it fetches
 SINGLY = 4  # so few rows wait for memory, which comes faster to one panel at a time
 MAX_FETCHING = 16  # tiles that share the fetching of the next panel among them
 # so many rows and panels stay in a core's own cache, while each row meets each panel
-ROWS_TOGETHER = 96
+ROWS_TOGETHER = 256 if HAS_AMX else 96
 PANELS_BYTES = 384 << 10
 
 
@@ -80,13 +89,15 @@ def panel_bytes(num_inputs, kind):
     if kind == INT8:
         return num_groups(num_inputs) * GROUP_BYTES
     if kind == PAIRS:
-        return PANEL * 2 * (num_inputs + num_inputs % 2)
+        return PANEL * 4 * num_pairs(num_inputs)
     return PANEL * num_inputs * (4 if kind == FLOAT32 else 2)
 
 
 @functools.cache
 def _product_function(kind: int) -> CFunc:
     """Columns of Y from panels of a weight of one kind."""
+    if (kind == PAIRS and BY_AMX) or (kind == INT8 and INT8_BY_AMX):
+        return amx_product_function(kind)
 
     @cfunc("int64(" + 14 * "int64, " + "int64)", cache=True, error_model="numpy")
     def product(
@@ -105,7 +116,7 @@ def _product_function(kind: int) -> CFunc:
         if kind == INT8:
             steps = num_groups(k) * (GROUP // SIDE_BY_SIDE)
         elif kind == PAIRS:
-            steps = (k + 1) // 2
+            steps = num_pairs(k)
         pace = -(-size // (num_tiles * steps))
         if num_tiles == 1:
             following, following_apart = panel + LINES_AHEAD, apart

@@ -25,10 +25,12 @@ from engine.kernels.cpu.emit import (
     load_integers,
     splat,
 )
-from engine.kernels.cpu.machine import FEATURES
+from engine.kernels.cpu.machine import FEATURES, HAS_AMX
 from engine.kernels.memory import allocate
 
 HAS_PAIRS = WIDTH == 16 and "avx512bf16" in FEATURES
+BY_AMX = HAS_PAIRS and HAS_AMX  # 32 numbers of a row at once
+FILLED_TO = 32 if BY_AMX else 2  # numbers of a weight's row, with zeros
 
 
 class _BFloatType(ir.types._BaseFloatType):  # type: ignore[misc]
@@ -65,11 +67,11 @@ def add_products(build: Any, total: Any, x: Any, y: Any) -> Any:
 
 def pack_pairs(
     weight: Tensor,  # [N, K] float
-) -> Tensor:  # [⌈N / 16⌉, ⌈K / 2⌉, 16, 2] bfloat16
+) -> Tensor:  # [⌈N / 16⌉, num_pairs(K), 16, 2] bfloat16
     """The panels of a weight, its inputs by pairs."""
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // PANEL)
-    filled = weight.new_zeros(num_panels * PANEL, num_inputs + num_inputs % 2)
+    filled = weight.new_zeros(num_panels * PANEL, 2 * num_pairs(num_inputs))
     filled[:num_outputs, :num_inputs] = weight
     pairs = filled.view(num_panels, PANEL, -1, 2).transpose(1, 2)
     packed = allocate(tuple(pairs.shape), torch.bfloat16, torch.device("cpu"))
@@ -77,19 +79,25 @@ def pack_pairs(
 
 
 @njit(nogil=True, cache=True)
+def num_pairs(num_inputs):
+    """Pairs of a weight's row."""
+    return (num_inputs + FILLED_TO - 1) // FILLED_TO * (FILLED_TO // 2)
+
+
+@njit(nogil=True, cache=True)
 def pair_words(num_inputs):
-    """float32's worth of memory that a row takes, in whole vectors."""
-    return (num_inputs + PANEL - 1) // PANEL * (PANEL // 2)
+    """float32's worth of memory that a row takes, in whole vectors, and lines."""
+    return (num_inputs + 2 * PANEL - 1) // (2 * PANEL) * PANEL
 
 
 @njit(nogil=True, cache=True)
 def pair_row(x, num_inputs, out):
-    """One row, float32, rounded to pairs; `out` is a row of `pair_words`."""
+    """One row, float32, rounded to pairs, then zeros; `out` is a row of `pair_words`."""
     whole = num_inputs // WIDTH
     for i in range(whole):
         round_vector(x.ctypes.data + 4 * WIDTH * i, out.ctypes.data + 2 * WIDTH * i)
-    if whole * WIDTH < num_inputs:
-        _round_rest(x, whole * WIDTH, num_inputs, out)
+    for first in range(whole * WIDTH, 2 * pair_words(num_inputs), WIDTH):
+        _round_rest(x, first, num_inputs, out)
 
 
 @njit(nogil=True, cache=True)
@@ -109,16 +117,28 @@ def round_vector(
     signature = types.void(types.int64, types.int64)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        x = load(build, args[0], FLOAT32)
-        bits = build.bitcast(x, INTEGERS)
-        odd = build.and_(build.lshr(bits, splat(build, I32(16))), splat(build, I32(1)))
-        rounded = build.add(build.add(bits, splat(build, I32(0x7FFF))), odd)
-        # a NaN would be rounded to infinity, or past it
-        is_nan = build.fcmp_unordered("uno", x, x)
-        rounded = build.select(is_nan, splat(build, I32(0x7FC00000)), rounded)
-        shifted = build.lshr(rounded, splat(build, I32(16)))
-        shorts = build.trunc(shifted, ir.VectorType(ir.IntType(16), WIDTH))
-        build.store(shorts, build.inttoptr(args[1], shorts.type.as_pointer())).align = 2
+        rounded = round_to_bfloat16(build, load(build, args[0], FLOAT32))
+        build.store(rounded, build.inttoptr(args[1], rounded.type.as_pointer())).align = 2
         return _context.get_dummy_value()
 
     return signature, emit
+
+
+def round_to_bfloat16(build: Any, x: Any) -> Any:
+    """A vector of float32 to the nearest, ties to even."""
+    if not HAS_PAIRS:
+        return _round_by_integers(build, x)
+    halves = ir.VectorType(_BFloatType(), WIDTH)
+    function = declare(build, "llvm.x86.avx512bf16.cvtneps2bf16.512", halves, VECTOR)
+    return build.call(function, [x])
+
+
+def _round_by_integers(build: Any, x: Any) -> Any:
+    bits = build.bitcast(x, INTEGERS)
+    odd = build.and_(build.lshr(bits, splat(build, I32(16))), splat(build, I32(1)))
+    rounded = build.add(build.add(bits, splat(build, I32(0x7FFF))), odd)
+    # a NaN would be rounded to infinity, or past it
+    is_nan = build.fcmp_unordered("uno", x, x)
+    rounded = build.select(is_nan, splat(build, I32(0x7FC00000)), rounded)
+    shifted = build.lshr(rounded, splat(build, I32(16)))
+    return build.trunc(shifted, ir.VectorType(ir.IntType(16), WIDTH))

@@ -32,6 +32,8 @@ from engine.kernels.cpu.tiles_int8 import (
     GROUP,
     GROUP_BYTES,
     GROUP_WORDS,
+    INT8_BY_AMX,
+    NUMBERS_BYTES,
     OFFSET,
     SCALES_BYTES,
     SIDE_BY_SIDE,
@@ -51,13 +53,16 @@ def num_groups(num_inputs):
 @njit(nogil=True, cache=True)
 def quantized_words(num_inputs):
     """float32's worth of memory that a row takes."""
-    return num_groups(num_inputs) * GROUP_WORDS
+    count = num_groups(num_inputs)
+    if INT8_BY_AMX:  # numbers, then scales, in whole lines
+        return (count * (GROUP // 4 + 1) + PANEL - 1) // PANEL * PANEL
+    return count * GROUP_WORDS
 
 
 def pack_int8(
     weight: Tensor,  # [N, K] float
 ) -> Tensor:  # [⌈N / 16⌉, ⌈K / 32⌉ × GROUP_BYTES] int8
-    """The panels of a weight: of each group 16 rows' scales, bfloat16, then their numbers.
+    """The panels of a weight: of each group 16 rows' numbers, then of each their scales, bfloat16.
 
     Inputs that are multiplied side by side lie together: [32 / 4, 16, 4], or [32 / 2, 16, 2].
     """
@@ -71,33 +76,41 @@ def pack_int8(
     rounded = (grouped / steps).round().clamp(-LEVELS, LEVELS)
     numbers = (rounded + OFFSET).to(torch.uint8 if OFFSET else torch.int8).view(torch.int8)
     numbers = numbers.view(num_panels, PANEL, count, GROUP // SIDE_BY_SIDE, SIDE_BY_SIDE)
-    packed = allocate((num_panels, count, GROUP_BYTES), torch.int8, torch.device("cpu"))
-    packed[..., :SCALES_BYTES] = scales.transpose(1, 2).contiguous().view(torch.int8)
-    packed[..., SCALES_BYTES:] = numbers.permute(0, 2, 3, 1, 4).flatten(2)
-    return packed.flatten(1)
+    packed = allocate((num_panels, count * GROUP_BYTES), torch.int8, torch.device("cpu"))
+    packed[:, : count * NUMBERS_BYTES] = numbers.permute(0, 2, 3, 1, 4).flatten(1)
+    packed[:, count * NUMBERS_BYTES :] = (
+        scales.transpose(1, 2).contiguous().view(torch.int8).flatten(1)
+    )
+    return packed
 
 
 @njit(nogil=True, cache=True)
-def weight_at(panel, lane, i):
+def weight_at(panel, lane, i, num_inputs):
     """Of a panel's row `lane` the i-th number, as float32; `panel` is an address."""
-    group, place = panel + i // GROUP * GROUP_BYTES, i % GROUP
-    row = SCALES_BYTES + place // SIDE_BY_SIDE * (PANEL * SIDE_BY_SIDE)
-    number = load_number(group + row + lane * SIDE_BY_SIDE + place % SIDE_BY_SIDE, 3)
+    group, place = i // GROUP, i % GROUP
+    row = group * NUMBERS_BYTES + place // SIDE_BY_SIDE * (PANEL * SIDE_BY_SIDE)
+    number = load_number(panel + row + lane * SIDE_BY_SIDE + place % SIDE_BY_SIDE, 3)
     if OFFSET:  # kept without a sign, read with one
         number += OFFSET if number < 0 else -OFFSET
-    return number * load_number(group + 2 * lane, 2)
+    scales = panel + num_groups(num_inputs) * NUMBERS_BYTES + group * SCALES_BYTES
+    return number * load_number(scales + 2 * lane, 2)
 
 
 @njit(nogil=True, cache=True)
 def quantize_row(x, num_inputs, out):
-    """One row, float32, as `tile_int8` reads it; `out` is a row of `quantized_words`."""
-    for group in range(num_groups(num_inputs)):
+    """One row, float32, as tiles read it; `out` is a row of `quantized_words`.
+
+    Of each group its scale, what its sums begin with, its numbers. For AMX all numbers come first,
+    then all scales.
+    """
+    count, begin = num_groups(num_inputs), out.ctypes.data
+    for group in range(count):
         first = group * GROUP
-        quantize_group(
-            x.ctypes.data + 4 * first,
-            min(GROUP, num_inputs - first),
-            out.ctypes.data + 4 * GROUP_WORDS * group,
-        )
+        head = begin + 4 * GROUP_WORDS * group
+        numbers = head + 8
+        if INT8_BY_AMX:
+            head, numbers = begin + GROUP * count + 4 * group, begin + GROUP * group
+        quantize_group(x.ctypes.data + 4 * first, min(GROUP, num_inputs - first), head, numbers)
 
 
 @intrinsic
@@ -105,35 +118,41 @@ def quantize_group(
     context: Any,
     x: Any,  # address of float32 [count]
     count: Any,  # 1 to 32; beyond are zeros
-    out: Any,  # address of a group, changed: its scale, what its sums begin with, its numbers
+    head: Any,  # address of a group's scale and, but for AMX, of what its sums begin with; changed
+    numbers: Any,  # address of its numbers, changed
 ) -> Any:
     """A group's numbers in 8 bits; one that is none, or infinite, makes the scale no number."""
-    signature = types.void(types.int64, types.int64, types.int64)
+    signature = types.void(*(types.int64,) * 4)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        x, count, out = args
+        x, count, head, out = args
         vectors = [_load_first(build, x, count, n * WIDTH) for n in range(GROUP // WIDTH)]
         largest = _largest(build, vectors)
         finite = build.fcmp_ordered("<", largest, F32(float("inf")))
         usable = build.and_(finite, build.fcmp_ordered(">", largest, F32(TINY)))
         scale = build.select(usable, build.fdiv(largest, F32(LEVELS)), F32(0.0))
-        store_one(build, build.select(finite, scale, F32(float("nan"))), out)
+        store_one(build, build.select(finite, scale, F32(float("nan"))), head)
         factor = splat(build, build.fdiv(F32(LEVELS), largest))
         numbers = [_round(build, vector, factor, usable) for vector in vectors]
-        total = numbers[0]
-        for each in numbers[1:]:
-            total = build.add(total, each)
-        reduce = declare(build, f"llvm.vector.reduce.add.v{WIDTH}i32", I32, INTEGERS)
-        begin = build.mul(build.call(reduce, [total]), I32(-OFFSET))
-        _store_integer(build, begin, build.add(out, I64(4)))
+        if not INT8_BY_AMX:
+            _store_integer(build, _first_sum(build, numbers), build.add(head, I64(4)))
         narrow = ir.IntType(32 // SIDE_BY_SIDE)
         for n, each in enumerate(numbers):
             small = build.trunc(each, ir.VectorType(narrow, WIDTH))
-            at = build.add(out, I64(8 + n * VECTOR_BYTES // SIDE_BY_SIDE))
+            at = build.add(out, I64(n * VECTOR_BYTES // SIDE_BY_SIDE))
             build.store(small, build.inttoptr(at, small.type.as_pointer())).align = 1
         return _context.get_dummy_value()
 
     return signature, emit
+
+
+def _first_sum(build: Any, numbers: list[Any]) -> Any:
+    """-OFFSET × the sum of all numbers, int32."""
+    total = numbers[0]
+    for each in numbers[1:]:
+        total = build.add(total, each)
+    reduce = declare(build, f"llvm.vector.reduce.add.v{WIDTH}i32", I32, INTEGERS)
+    return build.mul(build.call(reduce, [total]), I32(-OFFSET))
 
 
 def _load_first(build: Any, address: Any, count: Any, begin: int) -> Any:

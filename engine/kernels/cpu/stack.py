@@ -116,7 +116,7 @@ def embed_token(token_id, table, scale, out, size, kind):
             out[i] = load_number(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2, 2)
     else:
         for i in range(size):
-            out[i] = weight_at(panel, lane, i)
+            out[i] = weight_at(panel, lane, i, size)
     for i in range(size):
         out[i] *= scale
 

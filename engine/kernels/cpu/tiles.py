@@ -228,7 +228,8 @@ def tile_over(
     context: Any,
     a: Any,  # address of A, float32 [rows, k]
     lda: Any,  # floats from one row of A to the next
-    pieces: Any,  # address of int64: where each 16 rows of B lie, and what to fetch beyond the last
+    pieces: Any,  # address of int64: where each 16 rows of B lie, or 8 of PAIRS, and what to
+    # fetch beyond the last
     offset: Any,  # bytes from there to the columns that are wanted
     ldb: Any,  # numbers from one row of B to the next
     c: Any,  # address of C, float32 [rows, 16 × panels], changed
@@ -245,6 +246,7 @@ def tile_over(
 
 def _tile_over_function(module: Any, num_rows: int, num_panels: int, stored: int) -> Any:
     apart = I64(PANEL * ITEM_BYTES[stored])
+    each = PANEL // 2 if stored == PAIRS else PANEL  # rows of a piece
 
     def fill(build: Any, args: Any) -> None:
         a, lda, pieces, offset, ldb, c, ldc, ahead, k = args
@@ -263,10 +265,10 @@ def _tile_over_function(module: Any, num_rows: int, num_panels: int, stored: int
             state = _sum_up(build, left, step, step, count, begin, num_panels, stored)
             return [state[0], *state[1 + 2 * num_panels :]]
 
-        whole = build.sdiv(k, I64(PANEL))
+        whole = build.sdiv(k, I64(each))
         state = [I64(0), *[zeros()] * (num_rows * num_panels * NUM_VECTORS)]
-        state = loop(build, whole, state, lambda index, x: one_piece(index, I64(PANEL), x))
-        state = one_piece(whole, build.srem(k, I64(PANEL)), state)
+        state = loop(build, whole, state, lambda index, x: one_piece(index, I64(each), x))
+        state = one_piece(whole, build.srem(k, I64(each)), state)
         store_sums(build, state[1:], c, ldc, num_rows, num_panels)
 
     return internal_function(module, f"tile_over_{num_rows}_{num_panels}_{stored}", 9, fill)

@@ -1,8 +1,9 @@
 """A tile of a matrix product of numbers in 8 bits, by groups of 32: see `tiles` and `quantize`.
 
-With VNNI four products at a time are added to a sum of 32 bits; its left numbers have a sign and
-its right ones none: weights are kept as w + 128, and sums begin with -128 times the left ones' sum.
-Elsewhere there are two products of 16 bits at a time. Both are exact: the sums are the same.
+With AMX see `tiles_amx`. With VNNI four products at a time are added to a sum of 32 bits; its left
+numbers have a sign and its right ones none: weights are kept as w + 128, and sums begin with -128
+times the left ones' sum.
+Elsewhere there are two products of 16 bits at a time. All are exact: the sums are the same.
 """
 
 import platform
@@ -33,7 +34,7 @@ from engine.kernels.cpu.emit import (
     splat,
     zeros,
 )
-from engine.kernels.cpu.machine import FEATURES
+from engine.kernels.cpu.machine import FEATURES, HAS_AMX
 from engine.kernels.cpu.tiles import (
     MAX_PANELS,
     by_variant,
@@ -47,12 +48,14 @@ from engine.kernels.cpu.tiles import (
 )
 
 GROUP = 32  # numbers of a row that share a scale
+INT8_BY_AMX = WIDTH == 16 and HAS_AMX
 _VNNI = WIDTH == 16 and "avx512vnni" in FEATURES
-SIDE_BY_SIDE = 4 if _VNNI else 2  # inputs that lie together, in 32 bits of A
-OFFSET = 128 if _VNNI else 0  # added to each number of B
+SIDE_BY_SIDE = 4 if _VNNI or INT8_BY_AMX else 2  # inputs that lie together, in 32 bits of A
+OFFSET = 128 if _VNNI and not INT8_BY_AMX else 0  # added to each number of B
 GROUP_WORDS = 2 + GROUP // SIDE_BY_SIDE  # of A's rows, in 32 bits: scale, first sum, numbers
-SCALES_BYTES = 2 * PANEL
-GROUP_BYTES = SCALES_BYTES + PANEL * GROUP  # of B's panels: scales, numbers
+NUMBERS_BYTES = PANEL * GROUP  # of a group of B's panels
+SCALES_BYTES = 2 * PANEL  # of a group, after all groups' numbers
+GROUP_BYTES = SCALES_BYTES + NUMBERS_BYTES
 
 
 @intrinsic
@@ -89,8 +92,13 @@ def _tile_int8_function(module: Any, num_rows: int, num_panels: int) -> Any:
             *[zeros()] * (num_rows * num_panels * NUM_VECTORS),
         ]
 
-        def one_group(_index: Any, before: list[Any]) -> list[Any]:
-            return _add_group(build, left, pace, before, num_panels)
+        first_scales = build.mul(groups, I64(NUMBERS_BYTES))
+        scales = [build.add(panel, first_scales) for panel in state[1 : 1 + num_panels]]
+
+        def one_group(index: Any, before: list[Any]) -> list[Any]:
+            offset = build.mul(index, I64(SCALES_BYTES))
+            own = [build.add(first, offset) for first in scales]
+            return _add_group(build, left, own, pace, before, num_panels)
 
         state = loop(build, groups, state, one_group)
         given = starting_sums(build, start, start_apart, lds, num_rows, num_panels)
@@ -101,7 +109,12 @@ def _tile_int8_function(module: Any, num_rows: int, num_panels: int) -> Any:
 
 
 def _add_group(
-    build: Any, left: list[Any], pace: Any, state: list[Any], num_panels: int
+    build: Any,
+    left: list[Any],
+    scales_at: list[Any],
+    pace: Any,
+    state: list[Any],
+    num_panels: int,
 ) -> list[Any]:
     """The state, as `sum_up` has it, after a group's products are added to its float32 sums."""
 
@@ -120,14 +133,13 @@ def _add_group(
     heads = [build.add(row, offset_in_a) for row in left]
     places = places_in_c(len(left), num_panels)
     begins = [splat(build, load_integers(build, build.add(head, I64(4)), I32)) for head in heads]
-    first = [build.add(panel, I64(SCALES_BYTES)) for panel in right]
-    within = [build.add(offset_in_a, I64(8)), *first, *ahead, *[begins[i] for i, _, _ in places]]
+    within = [build.add(offset_in_a, I64(8)), *right, *ahead, *[begins[i] for i, _, _ in places]]
     how = columns_at, number_at, add
     words, step = I64(GROUP // SIDE_BY_SIDE), I64(SIDE_BY_SIDE * PANEL)
     within = sum_up(build, left, step, pace, words, within, num_panels, how)
     totals = within[1 + 2 * num_panels :]
     scales = {
-        (j, at): load(build, build.add(right[j], I64(at // 2)), BFLOAT16)
+        (j, at): load(build, build.add(scales_at[j], I64(at // 2)), BFLOAT16)
         for j in range(num_panels)
         for at in range(0, 4 * PANEL, VECTOR_BYTES)
     }

@@ -6,8 +6,10 @@ import torch
 from engine.kernels.cpu import MAX_THREADS
 from engine.kernels.cpu.attention import Scores, attend_all, tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Sequences, plan_attention
+from engine.kernels.cpu.emit import PAIRS
 from engine.kernels.cpu.kv_blocks import store_token
 from engine.kernels.cpu.matmul import KINDS
+from engine.kernels.cpu.tiles_amx import BLOCK
 from engine.kv_cache import KVCache, KVCacheShape, LayerShape
 
 WORKERS = min(2, MAX_THREADS)
@@ -26,10 +28,13 @@ def kept(x, dtype):
 class Case:
     """Random sequences in a cache whose free slots are NaN, attended to by compiled kernels."""
 
-    def __init__(self, query_lens, seq_lens, *, shape, dtype, seed):
+    def __init__(self, query_lens, seq_lens, *, shape, dtype, seed, in_pairs=False):
         torch.manual_seed(seed)
         heads, kv_heads, dim, block_size = shape
-        kind = KINDS[dtype]
+        if in_pairs:
+            dim = -(-dim // BLOCK) * BLOCK
+        kind = PAIRS if in_pairs else KINDS[dtype]
+        self.in_pairs = in_pairs
         self.shape = AttentionShape(
             heads, kv_heads, dim, block_size, kind, dtype.itemsize, tile_function(kind).address
         )
@@ -69,7 +74,10 @@ class Case:
             own[:count] = given[:count]
 
     def attend(self, rows=None, query_lens=None, workers=WORKERS, **scores):
-        """Of some of the sequences, in a step of their own; their last query tokens."""
+        """Of some of the sequences, in a step of their own; their last query tokens.
+
+        Returns what the kernels make, what they should, and by how much they may be off.
+        """
         rows = list(range(len(self.seq_lens))) if rows is None else rows
         query_lens = [self.query_lens[n] for n in rows] if query_lens is None else query_lens
         query = torch.cat([self.queries[n][-q:] for n, q in zip(rows, query_lens, strict=True)])
@@ -93,12 +101,18 @@ class Case:
             plan_attention(sequences, self.shape, workers),
         )
         parts = zip(query.double().split(query_lens), rows, strict=True)
-        expected = torch.cat([self.expected(part, n, **scores) for part, n in parts])
-        return out, expected
+        made = [self.expected(part, n, **scores) for part, n in parts]
+        expected, magnitude = (torch.cat(each) for each in zip(*made, strict=True))
+        bound = 3e-6 + 1e-5 * expected.abs()
+        if self.in_pairs:  # weights are rounded to 8 bits, and are powers to 1e-4
+            bound += (2**-8 + 2e-4) * magnitude
+        return out, expected, bound
 
     def expected(self, query, n, *, window=None, softcap=None, sinks=None):
-        """Of one sequence's last tokens, in float64."""
+        """Of one sequence's last tokens, in float64; and the same of the values' sizes."""
         key, value = self.held[n]
+        if self.in_pairs:
+            query = query.bfloat16().double()
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * 0.2
@@ -112,4 +126,9 @@ class Case:
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
             total = total + sinks.double().exp()[:, None, None]
-        return torch.einsum("hqk,khd->qhd", weights / total, value)
+        return [torch.einsum("hqk,khd->qhd", weights / total, x) for x in (value, value.abs())]
+
+
+def assert_near(found, expected, bound):
+    off = (found.double() - expected).abs()
+    assert (off <= bound).all(), f"{(off / bound).max():.2f} times what it may be off"

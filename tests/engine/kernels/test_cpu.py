@@ -14,16 +14,21 @@ from engine.kernels.cpu.matmul import (
     stored_as,
 )
 from engine.kernels.cpu.norms import norm_row
+from engine.kernels.cpu.pairs import HAS_PAIRS
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.tiles_int8 import GROUP_WORDS
 from engine.kernels.cpu.vectors import gelu_mul_panels
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
 from tests.engine.kernels import oracle
-from tests.engine.kernels.attention_case import WORKERS, Case
+from tests.engine.kernels.attention_case import WORKERS, Case, assert_near
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-KV_DTYPES = [*DTYPES, torch.int8]
-KEPT = [torch.float32, torch.int8]  # without a scale, and with one
+PAIRED = pytest.param(
+    {"dtype": torch.bfloat16, "in_pairs": True},
+    marks=pytest.mark.skipif(not HAS_PAIRS, reason="needs AVX512-BF16"),
+)
+KV_CACHES = [*({"dtype": dtype} for dtype in (*DTYPES, torch.int8)), PAIRED]
+KEPT = [{"dtype": torch.float32}, {"dtype": torch.int8}, PAIRED]  # 8 bits have a scale
 NO_MEETING = np.zeros(8, np.int64)  # of workers that run one after the other
 
 
@@ -79,7 +84,8 @@ def by_groups(x):
 def inputs_in_8_bits(x):
     """Each 32 numbers of a row as multiples, up to 127, of a scale: integers and scales."""
     largest = by_groups(x).abs().amax(dim=2, keepdim=True)
-    integers = (by_groups(x) * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    # torch divides a number by way of the reciprocal, which may round to the other neighbour
+    integers = (by_groups(x) * torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)).round()
     return integers.double(), (largest / 127).double()
 
 
@@ -206,50 +212,50 @@ def test_workers_share_all_and_nothing_twice():
             assert [i for part in parts for i in part] == list(range(count))
 
 
-SHAPES = [(6, 2, 32, 16), (4, 4, 16, 32), (8, 1, 48, 16)]  # H, H_kv, D, block_size
+SHAPES = [(6, 2, 32, 16), (4, 4, 16, 32), (8, 1, 48, 16), (20, 1, 64, 16), (3, 3, 96, 16)]
+# H, H_kv, D, block_size
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("kept", KV_CACHES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_equals_float64_and_never_reads_a_free_slot(draw, shape, dtype):
+def test_attention_equals_float64_and_never_reads_a_free_slot(draw, shape, kept):
     lengths = [1, 16, 17, *draw.integers(1, 600, 3).tolist()]
     queries = [1, 16, 5, *(int(draw.integers(1, min(n, 60) + 1)) for n in lengths[3:])]
-    case = Case(queries, lengths, shape=shape, dtype=dtype, seed=int(draw.integers(2**31)))
+    case = Case(queries, lengths, shape=shape, **kept, seed=int(draw.integers(2**31)))
     for scores in (
         {},
         {"window": int(draw.integers(1, 300))},
         {"softcap": 2.0},
         {"sinks": torch.randn(shape[0])},
     ):
-        found, expected = case.attend(**scores)
-        torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
+        assert_near(*case.attend(**scores))
 
 
-@pytest.mark.parametrize("dtype", KEPT, ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("scores", [{}, {"window": 70}, {"softcap": 3.0}], ids=str)
-def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores, dtype):
+def test_a_row_of_attention_is_the_same_bits_in_any_company(draw, scores, kept):
     lengths = [300, 17, 1, 700, 511]
-    case = Case(lengths, lengths, shape=(6, 2, 32, 16), dtype=dtype, seed=int(draw.integers(2**31)))
-    whole, _ = case.attend(**scores)
+    case = Case(lengths, lengths, shape=(6, 2, 32, 16), **kept, seed=int(draw.integers(2**31)))
+    whole, *_ = case.attend(**scores)
     last = [whole[end - 1] for end in np.cumsum(lengths)]
     for n, length in enumerate(lengths):
-        alone, _ = case.attend([n], [1], **scores)  # a decode, cut into its stretches
+        alone, *_ = case.attend([n], [1], **scores)  # a decode, cut into its stretches
         assert torch.equal(alone[-1], last[n])
-        alone, _ = case.attend([n], [1], workers=1, **scores)  # in one piece
+        alone, *_ = case.attend([n], [1], workers=1, **scores)  # in one piece
         assert torch.equal(alone[-1], last[n])
-        chunk, _ = case.attend([n], [min(length, 23)], **scores)
+        chunk, *_ = case.attend([n], [min(length, 23)], **scores)
         assert torch.equal(chunk[-1], last[n])
-    together, _ = case.attend([3, 0, 4] * 8, [1, 2, 3] * 8, **scores)
+    together, *_ = case.attend([3, 0, 4] * 8, [1, 2, 3] * 8, **scores)
     ends = np.cumsum([1, 2, 3] * 8) - 1
     for end, n in zip(ends, [3, 0, 4] * 8, strict=True):
         assert torch.equal(together[end], last[n])
 
 
-def a_case_that_shares(draw, dtype=torch.float32):
+def a_case_that_shares(draw, **kept):
     """A tree of prefixes, more decodes at its root than one item holds, and some apart from it."""
     lengths = [256, 1100, 1024, 1025, 700, 900, *draw.integers(512, 900, 18).tolist(), 600, 40]
     queries = [1] * 20 + [3, 1, 1, 1, 1, 1]
-    case = Case(queries, lengths, shape=(6, 2, 32, 16), dtype=dtype, seed=int(draw.integers(2**31)))
+    case = Case(queries, lengths, shape=(6, 2, 32, 16), **kept, seed=int(draw.integers(2**31)))
     for n in range(1, 24):
         case.let_begin_alike(n, 0, 16)
     for n in (2, 3):
@@ -260,23 +266,22 @@ def a_case_that_shares(draw, dtype=torch.float32):
     return case
 
 
-@pytest.mark.parametrize("dtype", KEPT, ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("scores", [{}, {"window": 300}, {"softcap": 3.0}], ids=str)
-def test_a_shared_prefix_is_read_once_and_changes_no_bit(draw, scores, dtype):
-    case = a_case_that_shares(draw, dtype)
-    found, expected = case.attend(**scores)
-    torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
+def test_a_shared_prefix_is_read_once_and_changes_no_bit(draw, scores, kept):
+    case = a_case_that_shares(draw, **kept)
+    found, *expected = case.attend(**scores)
+    assert_near(found, *expected)
     ends = np.cumsum(case.query_lens)
     for n, (end, count) in enumerate(zip(ends, case.query_lens, strict=True)):
-        alone, _ = case.attend([n], [count], workers=1, **scores)
+        alone, *_ = case.attend([n], [count], workers=1, **scores)
         assert torch.equal(alone, found[end - count : end])
     shuffled = draw.permutation(len(ends)).tolist()
-    found, expected = case.attend(shuffled, [case.query_lens[n] for n in shuffled], **scores)
-    torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=1e-5)
+    assert_near(*case.attend(shuffled, [case.query_lens[n] for n in shuffled], **scores))
 
 
 def test_the_plan_reads_each_shared_stretch_once(draw):
-    case = a_case_that_shares(draw)
+    case = a_case_that_shares(draw, dtype=torch.float32)
     cu = np.concatenate(([0], np.cumsum(case.query_lens))).astype(np.int64)
     sequences = Sequences(case.tables, cu, np.array(case.seq_lens, np.int64))
     plan = plan_attention(sequences, case.shape, WORKERS)
@@ -318,7 +323,7 @@ def test_a_key_that_is_not_a_number_shows_in_the_output(draw):
     case = Case([1, 1], [40, 40], shape=(6, 2, 32, 16), dtype=torch.float32, seed=1)
     slot = int(case.tables[0, 1]) * 16 + 3
     case.store(slot, 0, torch.full((32,), torch.nan), torch.zeros(32))
-    found, expected = case.attend()
+    found, expected, _ = case.attend()
     assert found[0, :3].isnan().all()
     assert found[0, 3:].isfinite().all()
     torch.testing.assert_close(found[1].double(), expected[1], atol=3e-6, rtol=1e-5)

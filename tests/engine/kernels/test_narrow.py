@@ -1,4 +1,4 @@
-"""The kernels for AVX2 alone, on machines that have more: for both there is one source."""
+"""The kernels for less than this machine has, AVX2 alone or all but AMX: there is one source."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu.emit import WIDTH
+from engine.kernels.cpu.machine import FEATURES, HAS_AMX
 
 AVX2 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,"
@@ -26,6 +27,19 @@ def test_kernels_are_right_in_registers_of_eight_numbers():
     folder = Path(__file__).parent
     files = [str(folder / name) for name in CHECKED]
     done = _run(["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files], told)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="the other tests run without it on this machine")
+def test_kernels_are_right_without_amx():
+    names = sorted(name for name in FEATURES if not name.startswith("amx"))
+    told = {"NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in names)}
+    has_amx = "from engine.kernels.cpu.machine import HAS_AMX; print(HAS_AMX)"
+    assert _run(["-c", has_amx], told).stdout == "False\n"
+    folder = Path(__file__).parent
+    files = [str(folder / name) for name in ("test_pairs.py", "test_cpu.py")]
+    chosen = "pairs or 8_bit or bfloat16 or rounded"
+    done = _run(["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", chosen, *files], told)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
