@@ -22,7 +22,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from jobs.quotas import NEVER, QuotaExceeded
+
 RETRY_AFTER_S = 1
+MAX_RETRY_AFTER_S = 120  # OpenAI's client waits for no longer
 
 
 class ApiError(Exception):
@@ -99,7 +102,7 @@ class Unavailable(ApiError):
         retry_after_s: float = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message, param=param, code=code)
-        self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+        self.headers["retry-after"] = str(min(MAX_RETRY_AFTER_S, max(1, math.ceil(retry_after_s))))
 
 
 class Overloaded(Unavailable):
@@ -133,11 +136,27 @@ def install(app: FastAPI) -> None:
     """Answer every refusal of ours, of FastAPI and of the router in the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(QuotaExceeded, _on_quota_exceeded)
 
 
 def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+def _on_quota_exceeded(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuotaExceeded)
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None:
+        presenter = request.app.state.services.presenter
+        retry_after_s = presenter.seconds_for(error.model, error.num_over)
+    never = retry_after_s == NEVER
+    refusal = Overloaded(
+        str(error), code=error.quota, retry_after_s=MAX_RETRY_AFTER_S if never else retry_after_s
+    )
+    if never:
+        refusal.headers["x-should-retry"] = "false"
+    return error_response(refusal)
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:

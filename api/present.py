@@ -36,6 +36,11 @@ class Presenter:
             for record in records
         ]
 
+    def seconds_for(self, model: str | None, num_jobs: int) -> float:
+        """About how long so many jobs take to leave the model's queue; 1 where nobody knows."""
+        seen = self._forecasts.get(model or "")
+        return 1.0 if seen is None else seen.seconds_for(num_jobs)
+
     def _forecast(
         self, connection: Connection, model: str, records: Sequence[JobRecord], now: float
     ) -> Forecast:

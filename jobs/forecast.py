@@ -83,6 +83,14 @@ class Forecast:
             places = [place for place in places if place.key < self._keys[-1]]
         return Forecast(self.taken_at, self.pace, [*self._queue, *places]) if places else self
 
+    def seconds_for(self, num_jobs: int) -> float:
+        """About how long the first so many jobs of the queue take to start; 1 if unknown."""
+        if self.pace is None or not self._queue:
+            return 1.0
+        rate = statistics.fmean(self.pace.tokens_per_s)
+        ahead = self._tokens_ahead[min(num_jobs, len(self))]
+        return ahead * self.pace.mean_share / rate
+
     def position(self, job: JobRecord) -> int | None:
         """1 is next; None for a job that is not queued, or further back than MAX_POSITION."""
         if job.state != JobState.QUEUED:

@@ -25,7 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from jobs import finishing
+from jobs import finishing, quotas
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import Base, idempotency_keys, jobs, workers
 from jobs.records import (
@@ -96,7 +96,7 @@ def submit(
 ) -> Submitted:
     """Accept all of them or none. A key still remembered gives back the jobs of its first use.
 
-    Raises IdempotencyConflict when that first use had another body.
+    Raises IdempotencyConflict when that first use had another body, and QuotaExceeded.
     """
     if key is not None:
         assert body_sha256 is not None
@@ -107,6 +107,7 @@ def submit(
         if earlier is not None:
             found = {record.id: record for record in _get_many(connection, earlier, tenant)}
             return Submitted(tuple(found[i] for i in earlier if i in found), replayed=True)
+    quotas.admit(connection, tenant, new_jobs, now=now)
     # a microsecond apart: jobs of one submission keep their order in the queue and in lists
     records = tuple(job.accepted(tenant, now + i * 1e-6) for i, job in enumerate(new_jobs))
     if records:

@@ -18,6 +18,7 @@ from sqlalchemy import (
     update,
 )
 
+from jobs import quotas
 from jobs.claims import ending
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from jobs.models import LOST, QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
@@ -82,6 +83,8 @@ def expire(connection: Connection, now: float) -> list[str]:
 def publishable(connection: Connection, model: str, *, limit: int, now: float) -> list[str]:
     """The best jobs not on the runway yet, best first, marked as published by this statement."""
     waiting = select(jobs.c.id).where(jobs.c.model == model, QUEUED, jobs.c.published_at.is_(None))
+    if resting := quotas.at_running_limit(connection):
+        waiting = waiting.where(jobs.c.tenant_id.not_in(resting))
     return _publish(connection, waiting, limit=limit, now=now)
 
 

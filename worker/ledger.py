@@ -24,7 +24,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import accounting, claims, finishing, store
+from jobs import accounting, claims, finishing, quotas, store
 from jobs.accounting import Wasted
 from jobs.claims import ClaimedJob
 from jobs.database import Database, Moment, transient, trouble
@@ -275,7 +275,10 @@ class Ledger:
         claimed: list[ClaimedJob] = []
         ids = [entry.job_id for entry in entries]
         if claims.lease_stands(connection, self._worker_id, now=now):
-            claimed = claims.claim(connection, ids, worker_id=self._worker_id, now=now)
+            back = quotas.held_back(connection, ids)
+            claims.put_back(connection, sorted(back))
+            mine = [job_id for job_id in ids if job_id not in back]
+            claimed = claims.claim(connection, mine, worker_id=self._worker_id, now=now)
         else:
             # asleep for longer than the lease: a claim would be taken away by the next sweep, at
             # the price of an attempt; after the next beat all is well again

@@ -1,0 +1,141 @@
+"""What a tenant may use, held to in the transaction that would use it.
+
+A tenant's row is locked while its use is counted: of many submissions at once exactly those are
+admitted that fit, on both databases. A tenant without quotas costs one look at its row. Every
+function takes an open connection and `now`, seconds by the database's clock.
+
+QuotaExceeded
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, case, func, literal, select, update
+
+from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs, tenants
+from jobs.records import NewJob
+from jobs.tenants import QUOTA_COLUMNS, Quotas
+
+MINUTE_S = 60.0
+NEVER = float("inf")
+
+
+class QuotaExceeded(Exception):
+    """The tenant has used what it may. `retry_after_s` is None where that depends on its queue,
+    and NEVER where what was asked for is more than the whole quota."""
+
+    def __init__(
+        self,
+        quota: str,
+        limit: int,
+        *,
+        retry_after_s: float | None,
+        model: str | None,
+        num_over: int,
+    ) -> None:
+        super().__init__(f"the tenant's quota {quota} is {limit}: {num_over} more than that")
+        self.quota = quota
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        self.model = model
+        self.num_over = num_over
+
+
+def admit(connection: Connection, tenant: str, new_jobs: Sequence[NewJob], *, now: float) -> None:
+    """Count jobs that are about to be inserted. Raises QuotaExceeded: roll back then."""
+    quotas = _quotas(connection, tenant)
+    if not quotas.any or not new_jobs:
+        return
+    tokens = sum(_tokens(job) for job in new_jobs)
+    model = new_jobs[0].model
+    row = _use(connection, tenant, len(new_jobs), tokens, now)
+    left_s = row.minute_began_at + MINUTE_S - now
+    for quota, used, asked in (
+        ("requests_per_minute", row.minute_requests, len(new_jobs)),
+        ("tokens_per_minute", row.minute_tokens, tokens),
+    ):
+        limit = getattr(quotas, quota)
+        if limit is not None and used > limit:
+            retry_after_s = NEVER if asked > limit else left_s
+            raise QuotaExceeded(
+                quota, limit, retry_after_s=retry_after_s, model=model, num_over=used - limit
+            )
+    if (limit := quotas.max_queued_jobs) is not None:
+        num_over = _num_queued(connection, tenant, limit) + len(new_jobs) - limit
+        if num_over > 0:
+            retry_after_s = NEVER if len(new_jobs) > limit else None
+            raise QuotaExceeded(
+                "max_queued_jobs", limit, retry_after_s=retry_after_s, model=model,
+                num_over=num_over,
+            )  # fmt: skip
+
+
+def held_back(connection: Connection, ids: Collection[str]) -> set[str]:
+    """Of queued jobs about to be claimed, those that would be more than their tenants may run."""
+    limits = _running_limits(connection)
+    if not limits or not ids:
+        return set()
+    back: set[str] = set()
+    queued = select(jobs.c.id, jobs.c.tenant_id).where(jobs.c.id.in_(ids), QUEUED)
+    wanted: dict[str, list[str]] = {}
+    for job_id, tenant in connection.execute(queued.order_by(*QUEUE_ORDER)):
+        if tenant in limits:
+            wanted.setdefault(tenant, []).append(job_id)
+    for tenant in sorted(wanted):  # in one order everywhere: two workers cannot wait crosswise
+        connection.execute(select(tenants.c.id).where(tenants.c.id == tenant).with_for_update())
+        room = max(0, limits[tenant] - _num_running(connection, tenant))
+        back |= set(wanted[tenant][room:])
+    return back
+
+
+def at_running_limit(connection: Connection) -> list[str]:
+    """Tenants that may not run another job just now: theirs wait in SQL, not on the runway."""
+    return [
+        tenant
+        for tenant, limit in _running_limits(connection).items()
+        if _num_running(connection, tenant) >= limit
+    ]
+
+
+def _running_limits(connection: Connection) -> dict[str, int]:
+    query = select(tenants.c.id, tenants.c.max_running_jobs).where(
+        tenants.c.max_running_jobs.is_not(None)
+    )
+    return {row.id: row.max_running_jobs for row in connection.execute(query)}
+
+
+def _quotas(connection: Connection, tenant: str) -> Quotas:
+    row = connection.execute(select(*QUOTA_COLUMNS).where(tenants.c.id == tenant)).one_or_none()
+    return Quotas() if row is None else Quotas.of(row)
+
+
+def _use(connection: Connection, tenant: str, num_jobs: int, tokens: int, now: float) -> Row[Any]:
+    """Add to the tenant's minute, a new one where the last is over; locks its row."""
+    over = tenants.c.minute_began_at <= now - MINUTE_S
+    return connection.execute(
+        update(tenants)
+        .where(tenants.c.id == tenant)
+        .values(
+            minute_began_at=case((over, now), else_=tenants.c.minute_began_at),
+            minute_requests=case((over, num_jobs), else_=tenants.c.minute_requests + num_jobs),
+            minute_tokens=case((over, tokens), else_=tenants.c.minute_tokens + tokens),
+        )
+        .returning(tenants.c.minute_began_at, tenants.c.minute_requests, tenants.c.minute_tokens)
+    ).one()
+
+
+def _num_queued(connection: Connection, tenant: str, limit: int) -> int:
+    """Up to the limit: a tenant that is far above it need not be counted to the end."""
+    some = select(literal(1)).where(jobs.c.tenant_id == tenant, QUEUED).limit(limit + 1)
+    return connection.scalar(select(func.count()).select_from(some.subquery())) or 0
+
+
+def _num_running(connection: Connection, tenant: str) -> int:
+    query = select(func.count()).where(jobs.c.tenant_id == tenant, RUNNING)
+    return connection.scalar(query) or 0
+
+
+def _tokens(job: NewJob) -> int:
+    """At most: those of the prompt, and of every sample's longest output."""
+    num_samples = job.body.get("n")
+    return job.prompt_tokens + job.max_tokens * (num_samples if type(num_samples) is int else 1)
