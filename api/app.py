@@ -14,13 +14,24 @@ from fastapi import FastAPI
 from api import errors
 from api.body import BodyReader
 from api.door import Door
+from api.feed import Feed
 from api.guard import Guard
 from api.hints import Hints
 from api.keyring import Keyring
 from api.middleware import Edge
 from api.pool import Pool
 from api.present import Presenter
-from api.routes import admin, events, health, jobs, metrics, models, submit
+from api.routes import (
+    admin,
+    completions,
+    events,
+    health,
+    jobs,
+    metrics,
+    models,
+    responses,
+    submit,
+)
 from api.services import Services
 from api.sql import Sql
 from api.waiters import Waiters
@@ -30,6 +41,8 @@ from jobs.redis_client import connect_async
 from jobs.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+ROUTES = (submit, jobs, events, completions, responses, models, health, metrics, admin)
 
 RESTART_S = 1.0
 CPU_THREADS = 2  # more only take turns at the interpreter's lock
@@ -52,6 +65,7 @@ def create_app(settings: Settings) -> FastAPI:
         services.hints.start()
         tasks = [
             asyncio.create_task(keep_running("listen", lambda: services.waiters.listen(settings))),
+            asyncio.create_task(keep_running("feed", services.feed.run)),
             asyncio.create_task(
                 keep_running("reread", lambda: services.waiters.reread(services.sql))
             ),
@@ -72,11 +86,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        routes=[
-            route
-            for module in (submit, jobs, events, models, health, metrics, admin)
-            for route in module.router.routes
-        ],
+        routes=[route for module in ROUTES for route in module.router.routes],
     )
     app.state.services = services
     app.add_middleware(Guard, services=services)
@@ -137,6 +147,7 @@ def _wire(settings: Settings) -> Services:
         presenter=Presenter(),
         keyring=Keyring(sql, max_failed_per_minute=settings.max_failed_keys_per_minute),
         redis=connect_async(settings.redis_url),
+        feed=Feed(settings, connect_async(settings.redis_url, decode=False)),
         cpu=Pool(
             "the door check",
             threads=CPU_THREADS,

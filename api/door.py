@@ -70,18 +70,18 @@ class Door:
             )
         return cls(models)
 
-    def check(self, url: str, body: dict[str, Any]) -> Checked:
+    def check(self, url: str, body: dict[str, Any], *, streams: bool = False) -> Checked:
         """Raises BadRequest; `param` is a path inside the body ("temperature")."""
         try:
-            return self._check(url, body)
+            return self._check(url, body, streams)
         except BodyError as error:
             raise BadRequest(str(error), param=error.param, code=error.code) from None
         except ParameterError as error:
             param = openai.field_of(url, body, error.param)
             raise BadRequest(str(error), param=param, code=error.code) from None
 
-    def _check(self, url: str, body: dict[str, Any]) -> Checked:
-        generation = openai.parse(url, body)
+    def _check(self, url: str, body: dict[str, Any], streams: bool) -> Checked:
+        generation = openai.parse(url, body, streams=streams)
         model = self.models.get(generation.model)
         if model is None:
             served = ", ".join(sorted(self.models))

@@ -40,7 +40,7 @@ class Envelope(BaseModel):
 
     custom_id: Annotated[str, Field(min_length=1), AfterValidator(_bounded)] | None = None
     method: Literal["POST"] = "POST"
-    url: Literal["/v1/chat/completions", "/v1/completions"]
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     body: dict[str, Any]
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] | None = None

@@ -118,13 +118,17 @@ def json_response(
 
 
 def error_response(error: ApiError) -> Response:
-    body = {
+    content = {"error": error_object(error)}
+    return json_response(content, status=error.status, headers=error.headers)
+
+
+def error_object(error: ApiError) -> dict[str, str | None]:
+    return {
         "message": error.message,
         "type": error.type,
         "param": error.param,
         "code": error.code,
     }
-    return json_response({"error": body}, status=error.status, headers=error.headers)
 
 
 def internal_error() -> Response:

@@ -57,11 +57,22 @@ def text(value: str) -> str:
     return value
 
 
-def one_of(choices: type[StrEnum]) -> Reader:
-    def read(value: str) -> StrEnum:
+def any_text(value: str) -> str:
+    """For what is read by nobody."""
+    return text(value)
+
+
+def boolean(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return value == "true"
+
+
+def one_of(choices: type[StrEnum] | tuple[str, ...]) -> Reader:
+    def read(value: str) -> str:
         if value not in list(choices):
             raise ValueError(f"must be one of {', '.join(choices)}")
-        return choices(value)
+        return choices(value) if isinstance(choices, type) else value
 
     return read
 

@@ -1,8 +1,10 @@
 """What the routes stand on, wired once when the process starts."""
 
+import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import redis.asyncio
 from fastapi import Depends, Request
@@ -10,6 +12,7 @@ from redis.exceptions import RedisError
 
 from api.body import BodyReader
 from api.door import Door
+from api.feed import Feed
 from api.hints import Hints
 from api.keyring import Keyring
 from api.pool import Pool
@@ -20,6 +23,7 @@ from jobs.keys import Principal
 from jobs.settings import Settings
 
 HINTS_GRACE_S = 1.0
+TASKS_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,22 @@ class Services:
     keyring: Keyring
     cpu: Pool  # parsing and tokenizing
     redis: redis.asyncio.Redis  # for health only
+    feed: Feed
+    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it, whether the call that asked for it goes on or not."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def close(self) -> None:
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=TASKS_GRACE_S)
         self.hints.stop(HINTS_GRACE_S)
         self.cpu.close()
         self.sql.close()
+        await self.feed.close()
         with suppress(RedisError, OSError):
             await self.redis.aclose()
 

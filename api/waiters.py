@@ -31,10 +31,10 @@ class Waiters:
         self._events: dict[str, set[asyncio.Event]] = {}
 
     @contextlib.contextmanager
-    def register(self, job_id: str) -> Iterator[asyncio.Event]:
+    def register(self, job_id: str, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
         """An event set at the job's end, in doubt, and at shutdown. Raises Overloaded."""
         self.check_room()
-        event = asyncio.Event()
+        event = event or asyncio.Event()
         if self.closing:
             event.set()
         self._events.setdefault(job_id, set()).add(event)

@@ -69,6 +69,10 @@ class Delta:
     sample_index: int
     token_ids: tuple[int, ...]
     text: str
+    # what of the text each id let out, the same however many ids a step brings; the rest of the
+    # text was held back until the end
+    pieces: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of the ids, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

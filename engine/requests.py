@@ -50,11 +50,11 @@ class Sample:
         ended_by_id = ending is FinishReason.STOP and self.stop_reason is None
         mute_end = ended_by_id and not params.include_stop_str_in_output
         spoken = new_ids[:-1] if mute_end else new_ids
-        text, looped = "", False
-        for token_id in spoken:
+        pieces, looped = [""] * len(new_ids), False
+        for place, token_id in enumerate(spoken):
             self.num_seen += 1
             may_stop = self.num_seen > params.min_tokens
-            text += detokenizer.add([token_id], may_stop=may_stop)
+            pieces[place] = detokenizer.add([token_id], may_stop=may_stop)
             if self.loop_detector is not None:
                 looped = self.loop_detector.add(token_id) and may_stop
             if (looped or detokenizer.stopped_by is not None) and self.num_seen < len(
@@ -64,10 +64,17 @@ class Sample:
                 new_ids = spoken = new_ids[: self.num_seen - before]
                 ending, ended_by_id = None, False
                 break
+        text = "".join(pieces)
         if ending is not None or looped:
             text += detokenizer.flush(may_stop=self.num_seen > params.min_tokens)
         self.num_seen += len(new_ids) - len(spoken)
-        delta = Delta(sample_index=sequence.sample_index, token_ids=tuple(new_ids), text=text)
+        delta = Delta(
+            sample_index=sequence.sample_index,
+            token_ids=tuple(new_ids),
+            text=text,
+            pieces=tuple(pieces[: len(new_ids)]),
+            logprobs=self._logprobs(before, before + len(new_ids)),
+        )
         if detokenizer.stopped_by is not None:
             stops = ending in (None, FinishReason.LENGTH, FinishReason.STOP)
             if stops:
@@ -97,11 +104,12 @@ class Sample:
         asked = sequence.params.prompt_logprobs is not None and sequence.sample_index == 0
         return sequence.num_prompt_tokens - 1 if asked else 0
 
-    def _logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+    def _logprobs(self, first: int = 0, end: int | None = None) -> tuple[TokenLogprobs, ...] | None:
         if self.sequence.params.logprobs is None:
             return None
-        first = self.num_prompt_scores
-        return tuple(self.scores[first : first + self.sequence.num_generated_tokens])
+        before = self.num_prompt_scores
+        end = self.sequence.num_generated_tokens if end is None else end
+        return tuple(self.scores[before + first : before + end])
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Row,
     Table,
@@ -71,6 +72,7 @@ class ClaimedJob:
     created_at: float
     prompt_tokens: int  # 0: it came whole in a message, nobody has counted them
     tenant_id: str
+    stream: str | None = None  # a StreamMode
 
 
 _CLAIMED = tuple(jobs.c[each.name] for each in fields(ClaimedJob))
@@ -205,6 +207,7 @@ def release(
     max_crashes: int,
     checkpoints: Mapping[Held, Checkpoint] | None = None,
     first_tokens: Mapping[Held, float] | None = None,  # when each attempt's came
+    pieces: Mapping[Held, str] | None = None,  # what the checkpoints' newest tokens say
 ) -> dict[Held, JobState]:
     """Hand back what is still held: queued again, fence + 1, to be published anew.
 
@@ -217,7 +220,7 @@ def release(
     """
     if not held:
         return {}
-    _save(connection, held, checkpoints or {}, first_tokens or {}, wait=True)
+    _save(connection, held, checkpoints or {}, first_tokens or {}, pieces or {}, wait=True)
     rows = held_rows(connection, held)
     values: dict[str, Any] = {
         "fence": jobs.c.fence + 1,
@@ -256,6 +259,7 @@ def beat(
     stats: Mapping[str, Any],
     checkpoints: Mapping[Held, Checkpoint],
     first_tokens: Mapping[Held, float] | None = None,  # when each attempt's came
+    pieces: Mapping[Held, str] | None = None,  # what the checkpoints' newest tokens say
     held: Sequence[Held],
 ) -> Beaten:
     """Extend the lease, keep the tokens made so far; say what has become of those in `held`.
@@ -272,7 +276,7 @@ def beat(
         raise UnknownWorker(worker_id)
     if not held:
         return Beaten(lost=frozenset(), stored=frozenset())
-    saved = _save(connection, held, checkpoints, first_tokens or {}, wait=False)
+    saved = _save(connection, held, checkpoints, first_tokens or {}, pieces or {}, wait=False)
     rows = held_rows(connection, held)
     ours = connection.execute(
         select(jobs.c.id, jobs.c.fence).where(
@@ -335,6 +339,7 @@ def _save(
     held: Sequence[Held],
     checkpoints: Mapping[Held, Checkpoint],
     first_tokens: Mapping[Held, float],
+    pieces: Mapping[Held, str],
     *,
     wait: bool,  # for rows that somebody else is writing; else those are passed over
 ) -> set[Held]:
@@ -345,11 +350,11 @@ def _save(
             tokens = checkpoints.get(each)
             text = None if tokens is None else encode(tokens)
             num = None if tokens is None else num_tokens(tokens)
-            saved.append((each.id, each.fence, text, num, first_tokens.get(each)))
+            saved.append((each.id, each.fence, text, num, first_tokens.get(each), pieces.get(each)))
     if not saved:
         return set()
     columns = {"id": str, "fence": int, "checkpoint": str, "tokens": int, "first": float}
-    rows = given(connection, columns, saved)
+    rows = given(connection, columns | {"pieces": str}, saved)
     ours = [jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING]
     if not wait:
         # a job being finished just now needs no checkpoint, and a beat that waited for the ledger's
@@ -363,11 +368,18 @@ def _save(
             checkpoint=func.coalesce(rows["checkpoint"], jobs.c.checkpoint),
             checkpoint_tokens=func.coalesce(rows["tokens"], jobs.c.checkpoint_tokens),
             first_token_at=func.coalesce(jobs.c.first_token_at, rows["first"]),
+            pieces=with_pieces(rows["pieces"]),
         )
         .returning(jobs.c.id, jobs.c.fence),
         rows.parameters,
     )
     return {Held(*row) for row in written}
+
+
+def with_pieces(more: ColumnElement[str]) -> ColumnElement[str | None]:
+    """The column, with more lines behind those it has."""
+    joined = func.coalesce(jobs.c.pieces, "").concat(more)
+    return case((more.is_(None), jobs.c.pieces), else_=joined)
 
 
 def held_rows(connection: Connection, held: Sequence[Held]) -> Given:

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Update, case, func, select, update
 from sqlalchemy.exc import DBAPIError
 
-from jobs.claims import Held, error_kind, held_rows
+from jobs.claims import Held, error_kind, held_rows, with_pieces
 from jobs.database import transient
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import LOST, RUNNING, jobs
@@ -39,6 +39,7 @@ class JobResult:
     started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+    pieces: str | None = None  # added to the row's
 
     def __post_init__(self) -> None:
         assert self.state in TERMINAL & NEXT[JobState.RUNNING], self.state
@@ -134,6 +135,7 @@ _RESULT: dict[str, type] = {
     "started_at": float,
     "first_token_at": float,
     "finished_at": float,
+    "pieces": str,
 }
 
 
@@ -159,6 +161,7 @@ def _finish(connection: Connection, results: Sequence[JobResult], now: float) ->
                     else_=func.coalesce(first, jobs.c.first_token_at),
                 ),
                 "finished_at": func.coalesce(rows["finished_at"], now),
+                "pieces": with_pieces(rows["pieces"]),
                 "checkpoint": None,
                 "checkpoint_tokens": 0,
             }

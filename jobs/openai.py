@@ -12,12 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import openai_fields as fields
-from jobs import openai_messages, openai_tools, structured_outputs
+from jobs import (
+    openai_messages,
+    openai_response_object,
+    openai_responses,
+    openai_streaming,
+    openai_tools,
+    structured_outputs,
+)
 from jobs.openai_fields import BodyError, UnknownField
 from jobs.openai_tools import NO_TOOLS, ToolCall, ToolUse
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-URLS = (CHAT, COMPLETIONS)
+RESPONSES = "/v1/responses"
+URLS = (CHAT, COMPLETIONS, RESPONSES)
+_PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: openai_response_object.PREFIX}
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the older endpoint
 MAX_TOP_LOGPROBS = 20
 
@@ -49,17 +58,23 @@ class Choice:
     calls: tuple[ToolCall, ...] = ()
 
 
-def parse(url: str, body: object) -> Generation:
-    """Read the body of an endpoint. Raises BodyError naming what is unknown, unsupported or odd."""
+def parse(url: str, body: object, *, streams: bool = False) -> Generation:
+    """Read the body of an endpoint; `streams`: whoever sent it is told of tokens while they come.
+
+    Raises BodyError naming what is unknown, unsupported or odd.
+    """
     if url not in URLS:
         raise BodyError("url", f"url must be one of {', '.join(URLS)}, got {fields.shown(url)}")
     if not isinstance(body, dict):
         raise BodyError("body", f"body must be an object, got {fields.kind(body)}")
+    if url == RESPONSES:
+        return _parse_response(body, streams)
     _refuse_unknown(url, body)
     given = {name: value for name, value in body.items() if value is not None}
     options = {
         field: read(field, given[field]) for field, read in _OPTIONS.items() if field in given
     }
+    openai_streaming.check(given, streams=streams)
     if fields.boolean("use_beam_search", given.get("use_beam_search", False)):
         _search_as_vllm(options)
     form = structured_outputs.read(given)
@@ -70,6 +85,7 @@ def parse(url: str, body: object) -> Generation:
         raise BodyError("model", "model must not be empty")
     shown = options.get("prompt_logprobs")
     if url == CHAT:
+        fields.boolean("store", given.get("store", False))
         tool_use = openai_tools.tool_use(given)
         if tool_use.forced and form is not None:
             raise BodyError(
@@ -97,8 +113,20 @@ def parse(url: str, body: object) -> Generation:
     )
 
 
+def _parse_response(body: dict[str, Any], streams: bool) -> Generation:
+    chat = openai_responses.chat_body(body)
+    try:
+        return parse(CHAT, chat, streams=streams)
+    except BodyError as error:
+        was, error.param = error.param, openai_responses.field_of(error.param)
+        error.args = (str(error).replace(was, error.param),)
+        raise
+
+
 def field_of(url: str, body: Mapping[str, Any], param: str) -> str:
     """The name in this body of what the engine calls `param`."""
+    if url == RESPONSES:
+        return openai_responses.field_of(param)
     if url != CHAT:
         return param
     if param == "max_tokens" and body.get("max_tokens") is None:
@@ -106,6 +134,11 @@ def field_of(url: str, body: Mapping[str, Any], param: str) -> str:
             "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         )
     return "messages" if param == "prompt" else param  # a chat's prompt is made of them
+
+
+def reply_id(url: str, job_id: str) -> str:
+    """What the endpoint calls the job."""
+    return _PREFIXES[url] + job_id.removeprefix("job_")
 
 
 def response_body(
@@ -120,20 +153,29 @@ def response_body(
     completion_tokens: int,
     reasoning_tokens: int | None = None,  # of these; None for a model that does not think
     prompt_logprobs: Sequence[Any] | None = None,
+    body: Mapping[str, Any] | None = None,  # the request's, which a response repeats
 ) -> dict[str, Any]:
     """The endpoint's own response body."""
     assert url in URLS, url
     chat = url == CHAT
-    suffix = job_id.removeprefix("job_")
     details = (
         {}
         if reasoning_tokens is None
         else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     )
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **details,
+    }
+    if url == RESPONSES:
+        return _response(body or {}, job_id, model, created, choices[0], usage)
     # where vLLM has it: with each completion, with the whole chat
     prompt_scores = {} if prompt_logprobs is None else {"prompt_logprobs": list(prompt_logprobs)}
     return {
-        "id": f"chatcmpl-{suffix}" if chat else f"cmpl-{suffix}",
+        "id": reply_id(url, job_id),
         "object": "chat.completion" if chat else "text_completion",
         "created": int(created),
         "model": model,
@@ -142,14 +184,24 @@ def response_body(
             for choice in choices
         ],
         **(prompt_scores if chat else {}),
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            **details,
-        },
+        "usage": usage,
     }
+
+
+def _response(
+    body: Mapping[str, Any],
+    job_id: str,
+    model: str,
+    created: float,
+    choice: Choice,
+    usage: Mapping[str, Any],
+) -> dict[str, Any]:
+    items = openai_response_object.output_items(
+        job_id, choice.text, choice.reasoning, choice.calls, choice.logprobs
+    )
+    return openai_response_object.finished(
+        body, job_id, model, created, items, _FINISH_REASONS[choice.finish_reason][0], usage
+    )
 
 
 # OpenAI has no word for a generation ended because it repeated itself: stop is the nearest, and
@@ -192,8 +244,8 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
     """Null means that a field is not given; a field that does not exist is refused all the same."""
     chat = url == CHAT
     works = _CHAT_FIELDS if chat else _COMPLETIONS_FIELDS
-    neutral = _NEUTRAL | (_CHAT_NEUTRAL if chat else _COMPLETIONS_NEUTRAL)
-    refused = _CHAT_REFUSED if chat else _COMPLETIONS_REFUSED
+    neutral = _CHAT_NEUTRAL if chat else _COMPLETIONS_NEUTRAL
+    refused = _CHAT_REFUSED if chat else frozenset[str]()
     for name, value in body.items():
         if name in works or name in _OPTIONS or name in _BOTH_WORK:
             continue
@@ -204,8 +256,6 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
         elif name in neutral:
             # by type too: 0 is not false
             if not any(type(value) is type(each) and value == each for each in neutral[name]):
-                if name == "stream":
-                    raise BodyError(name, "stream is not supported for jobs: poll or wait for one")
                 raise BodyError(name, f"{name} is not supported yet")
         elif name in refused:
             raise BodyError(name, f"{name} is not supported yet")
@@ -316,11 +366,11 @@ _OPTIONS: dict[str, Callable[[str, object], Any]] = {
 }
 _CHAT_FIELDS = {
     "model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",
-    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "store",
 }  # fmt: skip
 _COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens", "logprobs", "echo"}
 
-_BOTH_WORK = structured_outputs.NAMES | {"use_beam_search"}
+_BOTH_WORK = structured_outputs.NAMES | {"use_beam_search", "stream", "stream_options"}
 
 # labels for the sender's own use, and hints about caching that change no output
 _HARMLESS: dict[str, Callable[[str, object], Any]] = {
@@ -330,14 +380,10 @@ _HARMLESS: dict[str, Callable[[str, object], Any]] = {
     "prompt_cache_key": fields.text,
 }
 # accepted only at a value that asks for nothing
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-}
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "store": (False,),
     "service_tier": ("auto", "default"),
 }
 _COMPLETIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -346,6 +392,5 @@ _COMPLETIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CHAT_REFUSED = frozenset({
     "audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention",
-    "reasoning_effort", "stream_options", "verbosity", "web_search_options",
+    "reasoning_effort", "verbosity", "web_search_options",
 })  # fmt: skip
-_COMPLETIONS_REFUSED = frozenset({"stream_options"})

@@ -98,14 +98,18 @@ def message(
         said["reasoning_content"] = reasoning
     if calls:
         said["tool_calls"] = [
-            {
-                "id": call_id(job_id, sample, index),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            call_object(job_id, sample, index, call.name, call.arguments)
             for index, call in enumerate(calls)
         ]
     return said
+
+
+def call_object(job_id: str, sample: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": call_id(job_id, sample, index),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def call_id(job_id: str, sample: int, index: int) -> str:

@@ -10,6 +10,7 @@ from sqlalchemy import Row
 
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.rows import decode, encode
+from jobs.streams import StreamMode
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 MAX_ATTEMPTS = 100
@@ -53,6 +54,7 @@ class NewJob:
     deadline_s: float | None = None  # from now
     metadata: Mapping[str, str] = field(default_factory=dict)
     batch_id: str | None = None
+    stream: StreamMode | None = None  # its tokens are told while they come
     prompt_tokens: int = 0  # counted at the door; 0: not counted
     max_tokens: int = 0
 
@@ -99,6 +101,7 @@ class NewJob:
             deadline_at=None if self.deadline_s is None else now + self.deadline_s,
             max_attempts=self.max_attempts,
             metadata=dict(self.metadata),
+            stream=self.stream,
             state=JobState.QUEUED,
             created_at=now,
             prompt_tokens=self.prompt_tokens,
@@ -127,6 +130,7 @@ class JobRecord:
     deadline_at: float | None
     max_attempts: int
     metadata: dict[str, str]
+    stream: str | None = None  # a StreamMode
     state: JobState
     attempt: int = 0
     fence: int = 0
@@ -149,7 +153,11 @@ class JobRecord:
     @classmethod
     def of(cls, row: Row[Any]) -> Self:
         """From a row that holds every column of `columns`."""
-        values = dict(row._mapping)
+        return cls.from_values(dict(row._mapping))
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """From the columns as the database has them."""
         for name in _JSON:
             values[name] = decode(values[name])
         return cls(**{**values, "state": JobState(values["state"])})

@@ -204,6 +204,14 @@ class Settings:
         4096, "Clients that wait for a job at one API process, by long-poll or stream.",
         low=1, high=1_000_000,
     )  # fmt: skip
+    stream_steps: int = _setting(
+        10_000, "Engine steps whose tokens stay in Redis for who streams them; older ones are read "
+        "from SQL.", low=16, high=10_000_000,
+    )  # fmt: skip
+    sync_s: float = _setting(
+        3600.0, "A call that waits for its answer gets at most so long; then its job expires.",
+        unit="seconds", low=1, high=2_592_000,
+    )  # fmt: skip
     idempotency_ttl_s: float = _setting(
         86_400.0, "How long an Idempotency-Key is remembered.", unit="seconds", low=1,
         high=31_536_000,

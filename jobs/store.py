@@ -23,6 +23,7 @@ from sqlalchemy import (
     select,
     tuple_,
 )
+from sqlalchemy import delete as delete_from
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jobs import finishing, quotas
@@ -37,11 +38,12 @@ from jobs.records import (
     new_job_id,
 )
 from jobs.rows import decode, encode
+from jobs.streams import Run, from_lines
 
 __all__ = [
     "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "UnknownCursor",
-    "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "ended", "get", "list_jobs",
-    "live_workers", "need_schema", "new_job_id", "submit", "unknown",
+    "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "delete", "ended", "get",
+    "list_jobs", "live_workers", "need_schema", "new_job_id", "streamed", "submit", "unknown",
 ]  # fmt: skip
 
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
@@ -133,6 +135,30 @@ def get(connection: Connection, job_id: str, *, tenant: str) -> JobRecord | None
     query = select(*_RECORD).where(jobs.c.id == job_id, jobs.c.tenant_id == tenant)
     row = connection.execute(query).one_or_none()
     return None if row is None else JobRecord.of(row)
+
+
+def streamed(
+    connection: Connection, job_id: str, *, tenant: str
+) -> tuple[JobRecord, list[Run]] | None:
+    """A job, and of one whose stream is kept what its tokens have said, up to the last beat."""
+    mine = jobs.c.id == job_id, jobs.c.tenant_id == tenant
+    query = select(*_RECORD, jobs.c.pieces).where(*mine)
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    values = dict(row._mapping)
+    pieces = values.pop("pieces")
+    return JobRecord.from_values(values), from_lines(job_id, pieces or "")
+
+
+def delete(connection: Connection, job_id: str, *, tenant: str) -> bool:
+    """Take the row away, whatever its state: a worker that holds it hears so at its next beat."""
+    gone = connection.execute(
+        delete_from(jobs)
+        .where(jobs.c.id == job_id, jobs.c.tenant_id == tenant)
+        .returning(jobs.c.id)
+    )
+    return gone.one_or_none() is not None
 
 
 def ended(connection: Connection, ids: Sequence[str]) -> set[str]:

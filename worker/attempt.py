@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine.tokenizer import Tokenizer
 from jobs.claims import Checkpoint, ClaimedJob, Held, num_tokens
 from worker.admission import UNKNOWN_LOAD, Load
 from worker.delivery import Delivery
 from worker.generation import Refusal
 from worker.prompt import Prompt
+from worker.streaming import Streaming, Unstored, streaming_of
 
 
 def key_of(held: Held) -> str:
@@ -43,6 +45,7 @@ class Attempt:
     num_stored: int = 0  # of these, in the row's checkpoint
     num_left: int = 0  # in the row's checkpoint, and not of these
     limit: str | None = None  # the time limit it ran into
+    streaming: Streaming | None = None  # None: nobody hears of its tokens before its end
 
     def __post_init__(self) -> None:
         self.num_left = num_tokens(self.job.checkpoint or [])
@@ -63,7 +66,7 @@ class Attempt:
     def num_unstored(self) -> int:
         return self.num_generated - self.num_stored
 
-    def resume(self, prompt: Prompt) -> None:
+    def resume(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
         """Take the prompt, and the tokens of an earlier attempt where they fit it."""
         self.prompt = prompt
         checkpoint = self.job.checkpoint or []
@@ -75,6 +78,14 @@ class Attempt:
         else:
             self.generated = [[] for _ in range(prompt.params.n)]
         self.num_resumed = self.num_stored = self.num_generated
+        job = self.job
+        self.streaming = streaming_of(
+            job.id, job.url, job.stream, prompt, self.generated, tokenizer
+        )
+
+    @property
+    def unstored_pieces(self) -> Unstored | None:
+        return None if self.streaming is None else self.streaming.unstored()
 
     @property
     def load(self) -> Load:
@@ -96,3 +107,4 @@ class Holding:
     held: list[Held]
     checkpoints: dict[Held, Checkpoint]
     first_tokens: dict[Held, float] = field(default_factory=dict)  # monotonic
+    pieces: dict[Held, Unstored] = field(default_factory=dict)  # of what the checkpoints hold

@@ -19,6 +19,7 @@ from worker.delivery import Delivery, Ending
 from worker.entries import Entry, Finish, HandBack, Waste
 from worker.generation import Outcome
 from worker.messages import Abort, Add, Command
+from worker.streaming import Unstored
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +81,20 @@ class Book:
         with self.lock:
             checkpoints: dict[Held, Checkpoint] = {}
             first_tokens: dict[Held, float] = {}
+            pieces: dict[Held, Unstored] = {}
             for attempt in self.open_in(Phase.RUNNING):
                 num_generated = attempt.num_generated
                 if 0 < attempt.num_seen < num_generated:
                     checkpoints[attempt.held] = [list(ids) for ids in attempt.generated]
+                    if (unstored := attempt.unstored_pieces) is not None:
+                        pieces[attempt.held] = unstored
                 if attempt.first_token_at is not None and attempt.num_seen < num_generated:
                     first_tokens[attempt.held] = attempt.first_token_at
                 attempt.num_seen = num_generated
             held = [attempt.held for attempt in self.attempts.values()]
-            return Holding(held=held, checkpoints=checkpoints, first_tokens=first_tokens)
+            return Holding(
+                held=held, checkpoints=checkpoints, first_tokens=first_tokens, pieces=pieces
+            )
 
     def stats(self) -> Mapping[str, int]:
         with self.lock:
@@ -130,6 +136,7 @@ class Book:
                 deadline_s=None if deadline_at is None else deadline_at - time.monotonic(),
                 generated=[list(ids) for ids in attempt.generated] if attempt.num_resumed else [],
                 cache_salt=attempt.job.tenant_id,
+                streams=attempt.streaming is not None,
             )
         )
 
@@ -156,6 +163,7 @@ class Book:
                 held=attempt.held,
                 outcome=outcome,
                 wasted_tokens=wasted_tokens,
+                pieces=None if (pieces := attempt.unstored_pieces) is None else pieces.lines,
                 answer=lambda accepted: self._finished(attempt, outcome, accepted),
             )
         )
@@ -189,6 +197,7 @@ class Book:
                 held=attempt.held,
                 checkpoint=None if attempt.prompt is None else attempt.generated,
                 unstored_tokens=attempt.num_unstored,
+                pieces=None if (pieces := attempt.unstored_pieces) is None else pieces.lines,
                 first_token_at=attempt.first_token_at,
                 crashed=crashed,
                 answer=lambda: self.end(attempt.delivery, Ending.HANDED_BACK),

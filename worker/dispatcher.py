@@ -16,13 +16,14 @@ from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.claims import ClaimedJob, Held, num_tokens
 from jobs.lifecycle import ErrorCode, JobState
+from jobs.streams import Run
 from worker.admission import EngineRoom
 from worker.attempt import Attempt, Holding, Phase, job_id_of, key_of
 from worker.book import Book
 from worker.delivery import Delivery, Ending
 from worker.entries import Cancel, Claim, Entry, Insert, Waste
 from worker.generation import Limits, Outcome, Refusal, outcome_of
-from worker.messages import Command, Ended, Ready, Refused, Stepped
+from worker.messages import Command, Delta, Ended, Ready, Refused, Stepped
 from worker.preparer import Preparer
 from worker.prompt import Prompt
 from worker.sent_job import SentJob
@@ -44,6 +45,7 @@ class Dispatcher:
         post: Callable[[Entry], None],  # to the ledger
         send: Callable[[Command], None],  # to the engine
         wake: Callable[[], None],  # the event loop: there may be room for another message
+        tell: Callable[[list[Run]], None],  # whoever streams jobs
         max_jobs: int,
         max_crashes: int,
     ) -> None:
@@ -51,6 +53,7 @@ class Dispatcher:
         self._tokenizer = tokenizer
         self._post = post
         self._wake = wake
+        self._tell = tell
         self._book = Book(post=post, send=send, max_jobs=max_jobs, max_crashes=max_crashes)
         self._lock = self._book.lock
         self._revoked: set[Delivery] = set()
@@ -216,7 +219,7 @@ class Dispatcher:
             if isinstance(prompt, Refusal):
                 self._book.finish(attempt, _refused(prompt))
                 return
-            attempt.resume(prompt)
+            attempt.resume(prompt, self._tokenizer)
             attempt.phase = Phase.WAITING
             self._book.admit()
 
@@ -243,20 +246,7 @@ class Dispatcher:
                 self._book.room, free_tokens=stepped.free_tokens, num_waiting=stepped.num_waiting
             )
             self._engine_stats = stepped.stats or self._engine_stats
-            now = time.monotonic()
-            for delta in stepped.deltas:
-                if (attempt := self._running(delta.key)) is not None:
-                    attempt.generated[delta.sample_index] += delta.token_ids
-                    if attempt.first_token_at is None:
-                        attempt.first_token_at = now
-                else:  # made before the engine heard that the job is not ours, or has ended
-                    self._post(
-                        Waste(
-                            job_id=job_id_of(delta.key),
-                            tokens=len(delta.token_ids),
-                            first_token_at=now,
-                        )
-                    )
+            self._take_tokens(stepped.deltas)
             if not stepped.ended and not stepped.refused:
                 return
             for refused in stepped.refused:
@@ -265,6 +255,23 @@ class Dispatcher:
                 self._engine_ended(ended)
             self._book.admit()
         self._wake()
+
+    def _take_tokens(self, deltas: Iterable[Delta]) -> None:
+        now = time.monotonic()
+        runs = []
+        for delta in deltas:
+            if (attempt := self._running(delta.key)) is None:
+                # made before the engine heard that the job is not ours, or has ended
+                lost = len(delta.token_ids)
+                self._post(Waste(job_id=job_id_of(delta.key), tokens=lost, first_token_at=now))
+                continue
+            attempt.generated[delta.sample_index] += delta.token_ids
+            if attempt.first_token_at is None:
+                attempt.first_token_at = now
+            if attempt.streaming is not None:
+                runs.append(attempt.streaming.add(delta))
+        if runs:
+            self._tell(runs)
 
     def engine_died(self, how: str) -> None:
         """What it ran are suspects; what waited here is not, and goes to the next process."""
@@ -300,6 +307,7 @@ class Dispatcher:
                 url=job.url,
                 model=job.model,
                 created=job.created_at,
+                body=job.body,
                 generated=attempt.generated,
             ),
         )
@@ -321,6 +329,8 @@ class Dispatcher:
                 attempt = self._book.attempts.get(key_of(held))
                 if attempt is None:
                     continue
+                if held in stored and attempt.streaming is not None and held in holding.pieces:
+                    attempt.streaming.stored(holding.pieces[held].ends)
                 if held in stored:
                     attempt.num_stored = max(
                         attempt.num_stored, num_tokens(holding.checkpoints[held])

@@ -14,6 +14,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
+from engine import outputs
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, RequestOutput, RequestUpdate
@@ -108,6 +109,7 @@ class EngineServer:
         self._pipe = pipe
         self._ended: list[Ended] = []
         self._refused: list[Refused] = []
+        self._streams: set[str] = set()  # keys of the requests that do
         self._stats_due = 0.0
         self._stopped = False
 
@@ -135,6 +137,7 @@ class EngineServer:
             case Add():
                 self._add(command)
             case Abort():
+                self._streams.discard(command.key)
                 output = self._engine.abort(command.key)
                 if output is not None:
                     self._ended.append(ended(output))
@@ -154,6 +157,9 @@ class EngineServer:
             )
         except ParameterError as error:
             self._refused.append(refused(add.key, error))
+        else:
+            if add.streams:
+                self._streams.add(add.key)
 
     def _send(self, updates: list[RequestUpdate]) -> None:
         ended_now = self._ended + [ended(u.output) for u in updates if u.output is not None]
@@ -163,7 +169,7 @@ class EngineServer:
             num_waiting=stats.num_waiting,
             free_tokens=stats.num_free_blocks * self._engine.config.block_size,
             deltas=[
-                Delta(update.request_id, delta.sample_index, list(delta.token_ids))
+                self._delta(update.request_id, delta)
                 for update in updates
                 for delta in update.deltas
                 if delta.token_ids
@@ -174,7 +180,15 @@ class EngineServer:
             stats=self._stats_if_due(stats),
         )
         self._ended, self._refused = [], []
+        self._streams -= {u.request_id for u in updates if u.output is not None or u.refusal}
         _report(self._pipe, report)
+
+    def _delta(self, key: str, delta: outputs.Delta) -> Delta:
+        if key not in self._streams:
+            return Delta(key, delta.sample_index, list(delta.token_ids))
+        scores = None if delta.logprobs is None else list(delta.logprobs)
+        token_ids, pieces = list(delta.token_ids), list(delta.pieces)
+        return Delta(key, delta.sample_index, token_ids, pieces, scores)
 
     def _stats_if_due(self, stats: EngineStats) -> dict[str, int | float]:
         now = time.monotonic()

@@ -33,6 +33,7 @@ class Finish:
     held: Held
     outcome: Outcome
     wasted_tokens: int
+    pieces: str | None = None  # of its stream, what the row has not yet
     answer: Callable[[bool], None]  # False: it was cancelled, or another attempt has it
 
 
@@ -44,6 +45,7 @@ class HandBack:
     checkpoint: Checkpoint | None  # None: it has not come to look at the row's
     unstored_tokens: int  # of these, not in the row's checkpoint yet
     first_token_at: float | None  # monotonic; of this attempt
+    pieces: str | None = None  # of its stream, what the row has not yet
     crashed: bool  # the engine process died with it
     answer: Callable[[], None]
 

@@ -8,7 +8,7 @@ Refusal
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,12 +74,18 @@ class Outcome:
 
 
 def prepare(
-    job_id: str, url: str, body: dict[str, Any], tokenizer: Tokenizer, limits: Limits
+    job_id: str,
+    url: str,
+    body: dict[str, Any],
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    streams: bool = False,
 ) -> Prompt:
     """The job's prompt and options. Raises Refusal."""
     token_ids: list[int] = []
     try:
-        generation = openai.parse(url, body)
+        generation = openai.parse(url, body, streams=streams)
         token_ids = tokenizer.encode_input(
             prompt=generation.prompt,
             messages=generation.messages,
@@ -162,6 +168,7 @@ def outcome_of(
     url: str,
     model: str,
     created: float,
+    body: Mapping[str, Any] | None = None,
     generated: Sequence[Sequence[int]] = (),  # each sample's ids, those of earlier attempts too
 ) -> Outcome:
     """The row's result from the engine's: the worst sample decides the state."""
@@ -190,13 +197,13 @@ def outcome_of(
             index=sample.index,
             text=text_of(sample, prompt, reply.content, generated, tokenizer),
             finish_reason=sample.finish_reason,
-            logprobs=logprobs_of(sample, ended, prompt, tokenizer, chat=url == openai.CHAT),
+            logprobs=logprobs_of(sample, ended, prompt, tokenizer, chat=url != openai.COMPLETIONS),
             reasoning=reply.reasoning,
             calls=tuple(ToolCall(call.name, call.arguments) for call in reply.calls),
         )
         for sample, reply in zip(ended.samples, replies, strict=True)
     ]
-    body = openai.response_body(
+    output = openai.response_body(
         url,
         job_id=job_id,
         model=model,
@@ -207,8 +214,9 @@ def outcome_of(
         completion_tokens=ended.completion_tokens,
         reasoning_tokens=_reasoning_tokens(ended, replies, generated, prompt.reply_form),
         prompt_logprobs=prompt_logprobs_of(ended, prompt, tokenizer),
+        body=body,
     )
-    return replace(outcome, output=body)
+    return replace(outcome, output=output)
 
 
 def _reasoning_tokens(

@@ -128,6 +128,7 @@ class LeaseKeeper:
                     stats=stats,
                     checkpoints=holding.checkpoints,
                     first_tokens={held: moment.at(at) for held, at in holding.first_tokens.items()},
+                    pieces={held: unstored.lines for held, unstored in holding.pieces.items()},
                     held=holding.held,
                 )
                 self._doubt = (moment.now, holding, beaten.stored)

@@ -229,18 +229,15 @@ class Ledger:
                     for entry in batch
                     if entry.first_token_at is not None
                 },
+                pieces={entry.held: entry.pieces for entry in batch if entry.pieces is not None},
             )
             written.ended += [held.id for held, state in states.items() if state in TERMINAL]
             written.answers += [entry.answer for entry in batch]
             if not was_in:  # one not released had been lost before, with its newest tokens
                 late = [
-                    Wasted(
-                        entry.held.id,
-                        entry.unstored_tokens,
-                        _sql_time(entry.first_token_at, moment),
-                    )
-                    for entry in batch
-                    if entry.held not in states
+                    Wasted(e.held.id, e.unstored_tokens, _sql_time(e.first_token_at, moment))
+                    for e in batch
+                    if e.held not in states
                 ]
                 accounting.account_wasted(connection, late)
 
@@ -330,6 +327,7 @@ def _result(entry: Finish, moment: Moment) -> JobResult:
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
         wasted_tokens=entry.wasted_tokens,
+        pieces=entry.pieces,
         first_token_at=_sql_time(outcome.first_token_at, moment),
     )
 

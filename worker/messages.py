@@ -30,6 +30,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     deadline_s: float | None  # seconds from now
     generated: list[list[int]]  # ids of each sample from an earlier attempt; [] to begin afresh
     cache_salt: str = ""  # requests with different salts share no prefix: the tenant's id
+    streams: bool = False  # its deltas are to say what each token adds to the text
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -73,6 +74,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     key: str
     sample_index: int
     token_ids: list[int]
+    pieces: list[str] = []  # of a request that streams: what each id let out of the text
+    logprobs: list[TokenLogprobs] | None = None  # the same, if asked for
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from jobs.database import Database
 from jobs.events import Channel, Publisher, Subscription
 from jobs.records import WorkerInfo
 from jobs.settings import ModelEntry, Settings
+from jobs.streams import StreamWriter
 from worker.dispatcher import Dispatcher
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.lease import LeaseKeeper
@@ -29,6 +30,7 @@ from worker.progress import Progress
 from worker.watchdog import Watchdog
 
 HINT_PAUSE_S = 5.0  # after one that Redis did not take
+STREAM_S = 1.0  # at the end, for tokens that wait to be told
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class Parts:
         self._announce_at = 0.0
         tokenizer = _load_tokenizer(model)
         self._publisher = Publisher(settings)
+        self._stream = StreamWriter(settings)
         self._cancelled = Subscription(settings, Channel.CANCELLED)
         self._database = Database(settings.database_url, pool_size=settings.database_pool)
         self.engine = EngineClient(engine_config(settings, model), log_level=settings.log_level)
@@ -76,6 +79,7 @@ class Parts:
             post=self.ledger.post,
             send=self.engine.send,
             wake=wake,
+            tell=self._stream.send,
             max_jobs=max_jobs,
             max_crashes=settings.max_crashes,
         )
@@ -125,6 +129,7 @@ class Parts:
             raise StartError(str(error)) from error
         self.ledger.start()
         self.dispatcher.start()
+        self._stream.start()
         self._watchdog.start()
 
     def stop(self) -> None:
@@ -134,6 +139,7 @@ class Parts:
         self.ledger.stop()
         if self._lease is not None:
             self._lease.stop()
+        self._stream.close(STREAM_S)
         self._publisher.close()
         self._database.dispose()
 

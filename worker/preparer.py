@@ -63,15 +63,23 @@ class Preparer:
                 self._prepared(asked, asked.refusal)
             else:
                 job = asked.job
-                prompt = self._prompt(job.id, job.url, job.body, num_known=job.prompt_tokens)
+                prompt = self._prompt(
+                    job.id,
+                    job.url,
+                    job.body,
+                    num_known=job.prompt_tokens,
+                    streams=job.stream is not None,
+                )
                 self._prepared(asked, prompt)
 
     def _prompt(
-        self, job_id: str, url: str, body: dict[str, Any], *, num_known: int
+        self, job_id: str, url: str, body: dict[str, Any], *, num_known: int, streams: bool = False
     ) -> Prompt | Refusal:
         limits = self.limits
         assert limits is not None, "a job was taken before there was an engine"
-        prompt = self._hand.do(lambda: self._prepare(job_id, url, body, limits), PREPARE_LIMIT_S)
+        prompt = self._hand.do(
+            lambda: self._prepare(job_id, url, body, limits, streams), PREPARE_LIMIT_S
+        )
         if prompt is None:
             self._hand = _Hand()
             prompt = Refusal(
@@ -88,10 +96,10 @@ class Preparer:
         return prompt
 
     def _prepare(
-        self, job_id: str, url: str, body: dict[str, Any], limits: Limits
+        self, job_id: str, url: str, body: dict[str, Any], limits: Limits, streams: bool
     ) -> Prompt | Refusal:
         try:
-            return prepare(job_id, url, body, self._tokenizer, limits)
+            return prepare(job_id, url, body, self._tokenizer, limits, streams=streams)
         except Refusal as refusal:
             return refusal
         except (MemoryError, RecursionError) as error:

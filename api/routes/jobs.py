@@ -1,9 +1,7 @@
 """Reading and cancelling jobs: GET /v1/jobs, GET /v1/jobs/{id}, POST /v1/jobs/{id}/cancel."""
 
 import asyncio
-import contextlib
-import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -11,6 +9,7 @@ from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from api.core import JOB_ID, disconnected
 from api.errors import BadRequest, NotFound, json_response
 from api.present import job_object
 from api.query import integer, one_of, read_query, seconds, text
@@ -23,7 +22,6 @@ R = TypeVar("R")
 
 MAX_WAIT_S = 60
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # jobs in one page
-JOB_ID = re.compile(r"job_[0-9A-Za-z_-]{1,100}")
 LIST_QUERY = {
     "status": one_of(JobState),
     "model": text,
@@ -82,21 +80,6 @@ async def get_job(
                     return json_response(job_object(record))
                 await services.waiters.sleep(ended, until - loop.time())
             raise ClientDisconnect
-
-
-@contextlib.asynccontextmanager
-async def disconnected(request: Request) -> AsyncIterator["asyncio.Task[None]"]:
-    """A task that is done when the client has gone: its place is then for others."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.create_task(gone())
-    try:
-        yield task
-    finally:
-        task.cancel()
 
 
 @router.post("/v1/jobs/{job_id}/cancel")

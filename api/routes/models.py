@@ -1,9 +1,12 @@
-"""GET /v1/models: what a job's body may name as its model, in OpenAI's list form."""
+"""GET /v1/models and /v1/models/{id}: what a body may name as its model, in OpenAI's form."""
+
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import json_response
+from api.door import ServedModel
+from api.errors import NotFound, json_response
 from api.query import read_query
 from api.services import ServicesDep
 
@@ -13,14 +16,26 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request, services: ServicesDep) -> Response:
     read_query(request, {})
-    data = [
-        {
-            "id": model.name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "tokenmill",
-            "max_model_len": model.max_model_len,
-        }
-        for model in services.door.models.values()
-    ]
+    data = [_object(model) for model in services.door.models.values()]
     return json_response({"object": "list", "data": data})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(model_id: str, request: Request, services: ServicesDep) -> Response:
+    read_query(request, {})
+    model = services.door.models.get(model_id)
+    if model is None:
+        raise NotFound(
+            f"model {model_id[:100]!r} is not served here", param="model", code="model_not_found"
+        )
+    return json_response(_object(model))
+
+
+def _object(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tokenmill",
+        "max_model_len": model.max_model_len,
+    }

@@ -26,7 +26,7 @@ CHAT_WORKS = {
 }  # fmt: skip
 CHAT_HARMLESS = {
     "metadata": {"k": "v"}, "parallel_tool_calls": False, "prompt_cache_key": "k",
-    "safety_identifier": "s", "service_tier": "auto", "tool_choice": "auto",
+    "safety_identifier": "s", "service_tier": "auto", "store": True, "tool_choice": "auto",
     "user": "u",
 }  # fmt: skip
 CHAT_REFUSED = {
@@ -34,8 +34,7 @@ CHAT_REFUSED = {
     "functions": [{"name": "f"}],
     "modalities": ["audio"], "moderation": {}, "prediction": {"type": "content"},
     "prompt_cache_options": {}, "prompt_cache_retention": "24h",
-    "reasoning_effort": "low", "store": True,
-    "stream": True, "stream_options": {"include_usage": True},
+    "reasoning_effort": "low", "stream": True,
     "verbosity": "low", "web_search_options": {},
 }  # fmt: skip
 COMPLETIONS_WORKS = {
@@ -44,7 +43,7 @@ COMPLETIONS_WORKS = {
     "presence_penalty": 1, "echo": True, "logprobs": 0,
 }  # fmt: skip
 COMPLETIONS_REFUSED = {
-    "best_of": 2, "stream": True, "stream_options": {}, "suffix": "!",
+    "best_of": 2, "stream": True, "suffix": "!",
 }  # fmt: skip
 
 

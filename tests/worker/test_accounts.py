@@ -89,7 +89,8 @@ class World:
         )  # fmt: skip
         self.dispatcher = Dispatcher(
             model="tiny", tokenizer=tokenizer, post=self.ledger.post,
-            send=self.engine.inbox.append, wake=lambda: None, max_jobs=100, max_crashes=100,
+            send=self.engine.inbox.append, wake=lambda: None, tell=lambda runs: None, max_jobs=100,
+            max_crashes=100,
         )  # fmt: skip
         hints: Any = None
         engine: Any = self.engine

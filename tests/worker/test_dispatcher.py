@@ -21,6 +21,7 @@ from engine.tokenizer import Tokenizer
 from jobs.accounting import Counted
 from jobs.claims import ClaimedJob, Held
 from jobs.lifecycle import ErrorCode, JobState, error_object
+from jobs.streams import Run
 from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
@@ -43,6 +44,7 @@ class World:
     entries: list[Entry] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     celery: list[tuple[str, Any]] = field(default_factory=list)
+    runs: list[list[Run]] = field(default_factory=list)
     num_wakes: int = 0
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class World:
             post=self.entries.append,
             send=self.commands.append,
             wake=self.wake,
+            tell=self.runs.append,
             max_jobs=100,
             max_crashes=self.max_crashes,
         )
