@@ -52,7 +52,7 @@ def main() -> None:
         run,
         peer="openvino-genai",
         version=openvino_genai.__version__,
-        precision=f"weights as in {options.model.name}, float32 arithmetic and KV cache",
+        precision=f"weights as in {options.model.name}, {options.precision} in the rest",
     )
 
 
@@ -69,8 +69,8 @@ def _pipeline(options: argparse.Namespace) -> Any:
         "CPU",
         {
             "INFERENCE_NUM_THREADS": options.threads,
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_PRECISION_HINT": options.precision,
+            "KV_CACHE_PRECISION": options.precision,
         },
     )
 
@@ -86,6 +86,7 @@ def _generation(max_tokens: int, n: int, temperature: float) -> Any:
 
 def _options() -> argparse.Namespace:
     options = parser(__doc__)
+    options.add_argument("--precision", default="f32", help="of arithmetic and KV cache: f32, bf16")
     options.add_argument("--lead", action="store_true", help="the first request a step ahead")
     return options.parse_args()
 
