@@ -38,6 +38,8 @@ class EngineConfig:
     step_target_ms: int = 250
     max_model_len: int | None = None  # prompt + generated tokens; None: the model's own limit
     enable_prefix_caching: bool = True
+    cuda_graphs: bool = True  # steps of decodes are captured once, on a GPU with compiled kernels
+    overlap_steps: bool = True  # the next step is made while a GPU computes the one before
     num_threads: int | None = None  # CPU threads of the engine; None: torch's choice
     # off, ngram: guess tokens from the sequence's own text, several of which a step can confirm
     speculation: str = "off"

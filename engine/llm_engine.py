@@ -3,36 +3,34 @@
 Owns the requests: which samples belong together, their text, their times. Who is computed when is
 the Scheduler's, the computing is the ModelRunner's. Not for several threads: one owns the engine.
 
-An error in a step is not caught here, but for a lack of device memory: after it the device's state
-is unknown, so the process should end and a new one take over from the last checkpoint.
+An error in a step is not caught, but for a lack of device memory: after it the device's state is
+unknown, so the process should end and a new one take over from the last checkpoint.
 """
 
 import dataclasses
 import functools
-import gc
 import math
 import random
 import time
 from collections import abc
 from typing import Any
 
-import torch
-
 from engine.bounds import check_int
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.model_runner import ModelRunner, Runner, StepResult, max_num_scored_tokens
+from engine.model_runner import ModelRunner, Runner, max_num_scored_tokens
 from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
 from engine.requests import Request, Sample, check_types
 from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError, SamplingParams, check_generated, check_prompt
 from engine.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence, TokenFilter
-from engine.speculation.speculator import Speculator, speculator_of
+from engine.sequence import FinishReason, Sequence, SequenceState, TokenFilter
+from engine.speculation.speculator import speculator_of
 from engine.step_plan import StepPlan
+from engine.step_result import StepResult
+from engine.stepper import Stepper
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.pacing import Pacer
 from engine.structured.waiting import WaitingForForms
 from engine.token_rules import token_rules
 from engine.tokenizer import Tokenizer
@@ -89,14 +87,21 @@ class LLMEngine:
         self._waiting_for_forms = WaitingForForms(
             GrammarCompiler(tokenizer.to_json(), self.vocab_size, eos_token_ids)
         )
-        self._pacer = Pacer()
-        self._speculator: Speculator | None = speculator_of(config, clock)
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, Sample]] = {}  # by seq_id
         self._ended_early: list[Sequence] = []  # by their checkpoint, told in the next step
         self._totals = Totals()
+        self._stepper = Stepper(
+            self._runner,
+            self._scheduler,
+            self._totals,
+            clock,
+            speculator=speculator_of(config, clock),
+            has_waiting=self._has_waiting,
+            on_start=self._mark_started,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -195,10 +200,15 @@ class LLMEngine:
         idle = not self._requests
         refused = self._waiting_for_forms.settle(wait_s=COMPILE_WAIT_S if idle else 0.0)
         started = self._clock()
-        plan = self._pacer.admitted(self._scheduler.schedule(started), started)
-        if self._speculator is not None:
-            plan = self._speculator.extended(plan, self._scheduler)
-        plan, result = self._run(plan, started)
+        updates: list[RequestUpdate] = []
+        self._stepper.step(started, lambda *ran: updates.extend(self._taken_in(*ran)))
+        if not self._requests:
+            assert self._scheduler.num_free_blocks == self._scheduler.num_blocks, "leaked blocks"
+        self._totals.step_s += self._clock() - started
+        return refused + updates
+
+    def _taken_in(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """What a step has brought, by request."""
         for index, scores in result.scores.items():
             _, sample = self._owners[plan.scheduled[index].sequence.seq_id]
             sample.scores += scores
@@ -206,13 +216,20 @@ class LLMEngine:
         tokens = [None if isinstance(token, NumericalError) else token for token in result.tokens]
         now = self._clock()
         changed += self._scheduler.update(plan, tokens, now)
-        changed += self._ended_early
-        self._ended_early = []
-        updates = self._updates(changed, now)
-        if not self._requests:
-            assert self._scheduler.num_free_blocks == self._scheduler.num_blocks, "leaked blocks"
-        self._totals.step_s += self._clock() - started
-        return refused + updates
+        changed += self._ended_early + self._stepper.failed
+        self._ended_early, self._stepper.failed = [], []
+        return self._updates(changed, now)
+
+    def _has_waiting(self, sequence: Sequence) -> bool:
+        """Whether samples of a sequence's request wait."""
+        request, _ = self._owners[sequence.seq_id]
+        return any(s.sequence.state is SequenceState.WAITING for s in request.samples)
+
+    def _mark_started(self, plan: StepPlan, now: float) -> None:
+        for row in plan.scheduled:
+            request, _ = self._owners[row.sequence.seq_id]
+            if request.first_scheduled_at is None:
+                request.first_scheduled_at = now
 
     def generate(
         self,
@@ -279,54 +296,6 @@ class LLMEngine:
         detection = params.repetition_detection
         return Sample(sequence, detokenizer, None if detection is None else LoopDetector(detection))
 
-    def _run(self, plan: StepPlan, now: float) -> tuple[StepPlan, StepResult]:
-        """Run the plan, or what of it the device's memory takes; returns what was run."""
-        if plan.empty:
-            return plan, StepResult([], {})
-        for row in plan.scheduled:
-            request, _ = self._owners[row.sequence.seq_id]
-            if request.first_scheduled_at is None:
-                request.first_scheduled_at = now
-        num_used_blocks = self._scheduler.num_blocks - self._scheduler.num_free_blocks
-        self._totals.count(plan, num_used_blocks)
-        started = self._clock()
-        try:
-            result = self._runner.run(plan)
-        except torch.OutOfMemoryError:
-            result = None  # what the traceback holds is freed only once we are out of here
-        ended = self._clock()
-        self._totals.run_s += ended - started
-        self._pacer.ran(plan, ended, ended - started)
-        if result is None:
-            return self._run_in_less_memory(plan)
-        if self._speculator is not None:
-            num_confirmed = self._speculator.ran(plan, result.tokens, ended - started)
-            self._totals.confirmed_tokens += num_confirmed
-        return plan, result
-
-    def _run_in_less_memory(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
-        """Run half the plan; if even that is too much, fail the largest sequence instead.
-
-        What is left out stays uncomputed and is scheduled again. The plan's block copies have to
-        be made in any case: block tables point at the destinations already.
-        """
-        _free_memory()
-        half = plan.half()
-        try:
-            return half, self._runner.run(half)
-        except torch.OutOfMemoryError:
-            pass
-        _free_memory()
-        largest = max((row.sequence for row in plan.scheduled), key=lambda s: s.num_tokens)
-        self._scheduler.finish(
-            largest,
-            FinishReason.ERROR,
-            error=f"resource_exhausted: no memory for a step with {largest.num_tokens} tokens",
-        )
-        self._ended_early.append(largest)
-        copies = StepPlan((), plan.block_copies)
-        return copies, self._runner.run(copies)
-
     def _fail_rows(self, plan: StepPlan, results: abc.Sequence[object]) -> list[Sequence]:
         """End the sequences whose logits were not numbers; their neighbours go on."""
         failed = []
@@ -382,8 +351,3 @@ def _seconds(deadline_s: float | None) -> float:
     if type(deadline_s) not in (int, float) or not abs(deadline_s) < 1e18:
         raise ParameterError("deadline_s", "deadline_s must be a finite number of seconds")
     return deadline_s
-
-
-def _free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -6,19 +6,24 @@ Owns the model and the KV cache's memory. Knows nothing of text, or of which seq
 import logging
 import math
 from collections import abc
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine import logits_processors
+from engine.assumed import UNKNOWN, may_stay_unknown
 from engine.beam_search import Candidates
 from engine.config import EngineConfig
+from engine.cuda_graphs import DecodeGraphs, cuda_capture, padding, sizes_for
 from engine.draws import Draws, confirmed
-from engine.kernels.registry import select_kernels
+from engine.kernels.memory import sent
+from engine.kernels.registry import REFERENCE, select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
 from engine.layers.attention import AttentionMetadata
 from engine.logprobs import token_logprobs
+from engine.models.decoder import Decoder
 from engine.models.model import Model, load_model
 from engine.models.packing import (
     cache_dtype,
@@ -28,34 +33,21 @@ from engine.models.packing import (
     telling_of_compilation,
 )
 from engine.models.step_times import max_num_batched_tokens
-from engine.outputs import TokenLogprobs
 from engine.sampler import (
     NumericalError,
     SampledRow,
+    draw_on_device,
     sample,
 )
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.step_batch import plan_arrays
+from engine.step_batch import StepBatch, plan_arrays
 from engine.step_plan import ScheduledSequence, StepPlan
+from engine.step_result import Drawn, Known, Launched, OnDevice, StepResult
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
 
 MAX_SCORED_LOGITS = 1 << 25  # 128 MiB of float32, and as much for their log-probabilities
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave its rows, each at its place in the plan.
-
-    A row's token is None where it does not sample, a NumericalError where its logits are not
-    numbers; a beam has its candidates there, a row with drafts a list of those that were drawn
-    indeed, and of one more. Scores are of known tokens first, then of those drawn; only rows that
-    ask have any.
-    """
-
-    tokens: list[int | list[int] | Candidates | NumericalError | None]
-    scores: dict[int, list[TokenLogprobs]]
 
 
 class Runner(Protocol):
@@ -69,6 +61,15 @@ class Runner(Protocol):
     model_id: bytes
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@runtime_checkable
+class OverlappingRunner(Runner, Protocol):
+    """One that can begin a step before the one before it is read."""
+
+    overlaps: bool  # and is to do so
+
+    def launch(self, plan: StepPlan, before: Launched | None) -> Launched: ...
 
 
 class ModelRunner:
@@ -113,6 +114,8 @@ class ModelRunner:
         self.max_num_batched_tokens = max_num_batched_tokens(config, self._model, packing, shape)
         self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
+        self.overlaps = config.overlap_steps and self.device.type == "cuda"
+        self._graphs = self._captured(config) if self.device.type == "cuda" else None
         logger.info(
             "model %s loaded: device=%s dtype=%s kv_dtype=%s computed_by=%s num_blocks=%d "
             "max_model_len=%d",
@@ -126,19 +129,43 @@ class ModelRunner:
 
         Changes the KV cache.
         """
+        return self._run(plan, None)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, before: Launched | None) -> Launched:
+        """Begin a step, with tokens that the one before draws and that only the device knows yet.
+
+        Where the next step could not be made without its result, it is there when this returns.
+        """
+        drawn = before.drawn if isinstance(before, OnDevice) else None
+        if not all(map(may_stay_unknown, plan.scheduled)):
+            return Known(self._run(plan, drawn))
+        self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
+        if plan.empty:
+            return Known(StepResult([], {}))
+        rows = [row for row in plan.scheduled if row.samples]
+        draws = [draw.row for row in rows for draw in self._draws_of.of(row)]
+        logits = self.logits(plan.scheduled, drawn)
+        logits_processors.process(logits, draws, self._kernels.penalize)
+        ids = draw_on_device(logits, draws, self._kernels)
+        places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
+        return OnDevice(plan, Drawn(ids, places))
+
+    def _run(self, plan: StepPlan, before: Drawn | None) -> StepResult:
         self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
         result = StepResult([None] * len(plan.scheduled), {})
         if plan.empty:
             return result
         scheduled = plan.scheduled
-        logits = self.logits(scheduled)
+        logits = self.logits(scheduled, before)
         # masks are made here, while a GPU computes the logits
         draws = [draw for row in scheduled if row.samples for draw in self._draws_of.of(row)]
         drawable, known = logits[: len(draws)], logits[len(draws) :]
         asked = [i for i, draw in enumerate(draws) if draw.row.params.logprobs is not None]
         # a copy: to draw changes logits where a row has options
         raw = drawable[asked] if asked else drawable[:0]
-        drawn = sample(drawable, [draw.row for draw in draws], self._draws)
+        on_device = self._kernels if self.device.type == "cuda" else None
+        drawn = sample(drawable, [draw.row for draw in draws], self._draws, on_device)
         drawn = [draw.error or token for draw, token in zip(draws, drawn, strict=True)]
         kept = _confirm(result, scheduled, drawn)
         _score_known(result, scheduled, known)
@@ -146,25 +173,60 @@ class ModelRunner:
         return result
 
     @torch.inference_mode()
-    def logits(self, scheduled: abc.Sequence[ScheduledSequence]) -> Tensor:
+    def logits(
+        self, scheduled: abc.Sequence[ScheduledSequence], before: Drawn | None = None
+    ) -> Tensor:
         """[R + S, vocab] float32: of the rows that sample, in order, then of what they score.
 
-        Changes the KV cache.
+        Changes the KV cache. `before` is what the step before draws, for tokens not known yet.
         """
         arrays = plan_arrays(scheduled, self._block_size)
+        unknown = np.flatnonzero(arrays.token_ids == UNKNOWN)
+        arrays.token_ids[unknown] = 0
         arrays.check(
             vocab_size=self.vocab_size,
             num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
         )
-        batch = arrays.to(self.device)
+        graphs = self._graphs if self._graphs is not None and self._graphs.takes(arrays) else None
+        batch = arrays.to(self.device) if graphs is None else graphs.inputs(arrays)
+        if len(unknown):
+            assert before is not None
+            owners = np.searchsorted(arrays.cu_query_lens, unknown, side="right") - 1
+            sources = [before.places[scheduled[i].sequence.seq_id] for i in owners]
+            at, of = sent(torch.from_numpy(np.stack((unknown, sources))), self.device)
+            batch.token_ids.index_copy_(0, at, before.ids[of])
+        if graphs is not None:
+            return graphs.replay(len(arrays.seq_lens))
+        return self._forward(batch, self.kv_cache.layers)
+
+    def _forward(self, batch: StepBatch, kv_caches: abc.Sequence[Tensor]) -> Tensor:
         return self._model.forward(
             batch.token_ids,
             batch.positions,
             batch.metadata,
-            self.kv_cache.layers,
+            kv_caches,
             batch.logit_rows,
         )
+
+    def _captures(self, config: EngineConfig) -> bool:
+        # plain PyTorch's kernels read lengths back to the host, and transformers' code may
+        own = isinstance(self._model, Decoder) and self._kernels is not REFERENCE
+        return config.cuda_graphs and own
+
+    @torch.inference_mode()
+    def _captured(self, config: EngineConfig) -> DecodeGraphs | None:
+        """Steps of decodes, captured; None where they are not to be, or cannot."""
+        if not self._captures(config):
+            return None
+        with torch.cuda.device(self.device):
+            return DecodeGraphs(
+                lambda batch: self._forward(batch, self.kv_cache.layers),
+                cuda_capture(),
+                sizes=sizes_for(config.max_num_seqs),
+                max_blocks=-(-self.max_model_len // self._block_size),
+                device=self.device,
+            )
 
     def _cache_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
         """Memory for the KV cache: what the settings say on a CPU, what is left on a GPU."""
@@ -176,8 +238,24 @@ class ModelRunner:
         held = torch.cuda.memory_reserved(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         others = total - free - held  # the context, and other processes
+        captured = self._captured_bytes(config, shape)
         torch.cuda.empty_cache()
-        return int(total * config.gpu_memory_utilization) - others - peak
+        return int(total * config.gpu_memory_utilization) - others - peak - captured
+
+    @torch.inference_mode()
+    def _captured_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
+        """Memory that captured steps keep for themselves: what the largest takes, as they share."""
+        if not self._captures(config):
+            return 0
+        scratch = KVCache(shape, 1, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        batch = padding(
+            max(sizes_for(config.max_num_seqs)), self.max_model_len // self._block_size + 1,
+            self.device,
+        )  # fmt: skip
+        self._forward(batch, scratch.layers)
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     @torch.inference_mode()
     def _run_largest_step(self, config: EngineConfig, shape: KVCacheShape) -> None:
@@ -201,7 +279,7 @@ class ModelRunner:
             positions[:num_rows],
         )
         row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, position=0)
-        sample(logits[:num_sampling], [row] * num_sampling)
+        sample(logits[:num_sampling], [row] * num_sampling, None, self._kernels)
         token_logprobs(logits[-num_rows:], [0] * num_rows, [MAX_LOGPROBS] * num_rows)
         torch.cuda.synchronize(self.device)
 

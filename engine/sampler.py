@@ -20,6 +20,7 @@ from torch import Tensor
 from engine import logits_processors
 from engine.beam_search import Candidates
 from engine.kernels import draws
+from engine.kernels.memory import sent
 from engine.kernels.philox import philox_4x32_10
 from engine.kernels.registry import Kernels
 from engine.logits_processors import TokenTally
@@ -126,22 +127,17 @@ def draw_on_device(
             if p.greedy
             else (p.temperature, p.top_p, math.log(p.min_p) if p.min_p > 0 else -math.inf)
             for p in params
-        ]
-    )
-    words = np.array([(max(r.params.top_k, 0), r.seed, r.position) for r in rows], dtype=np.uint64)
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 3)
+    words = np.array(
+        [(max(row.params.top_k, 0), row.seed, row.position) for row in rows], dtype=np.uint64
+    ).reshape(-1, 3)
     return kernels.draw(
         logits,
         sent(torch.from_numpy(numbers), logits.device),
         sent(torch.from_numpy(words.view(np.int64)), logits.device),
     )
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """On the device, without a wait for it."""
-    if device.type != "cuda":
-        return values.to(device)
-    # from memory that is not pinned the copy would be made before the call returns
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _errors(

@@ -143,7 +143,7 @@ class Scheduler:
         return sequences
 
     def schedule(self, now: float) -> StepPlan:
-        """Decide the next step. Its result must go to `update` before the next call."""
+        """Decide the next step. Its result must be taken in, or assumed, before the next call."""
         self._expire(now)
         first_without_room = self._admit_waiting()
         for sequence in stalled_sequences(self._beams, self._running, first_without_room):
@@ -152,13 +152,16 @@ class Scheduler:
             self._admit_waiting()
         scheduled: list[ScheduledSequence] = []
         copies: list[tuple[int, int]] = []
-        budget = self._budget.num_tokens
+        budget, num_complete = self._budget.num_tokens, 0
         to_score = self._budget.num_scored
         asked_behind = sum(map(self._budget.asked, self._running))
-        while len(scheduled) < len(self._running):
-            sequence = self._running[len(scheduled)]
+        while len(scheduled) + num_complete < len(self._running):
+            sequence = self._running[len(scheduled) + num_complete]
             asked_behind -= self._budget.asked(sequence)
-            num_behind = len(self._running) - len(scheduled) - 1
+            if sequence.is_complete:
+                num_complete += 1
+                continue
+            num_behind = len(self._running) - len(scheduled) - num_complete - 1
             num_tokens = self._budget.share(sequence, budget, num_behind, asked_behind)
             num_tokens = min(num_tokens, sequence.num_tokens_to_score(to_score))
             assert num_tokens > 0, f"{sequence} has nothing to compute: its last row gave no token"

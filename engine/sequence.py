@@ -69,6 +69,7 @@ class Sequence:
     num_scored_tokens: int | None = field(init=False)
     # with it, all tokens are known and no more are drawn: it ends so when these are computed
     ending: FinishReason | None = None
+    is_complete: bool = False  # its last token is drawn, but has yet to be read from the device
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.memory import sent
+from engine.kernels.reference import NO_SLOT
 from engine.layers.attention import AttentionMetadata
 from engine.step_plan import ScheduledSequence
 
@@ -55,9 +57,25 @@ class StepArrays:
         assert self.block_tables.max() < num_blocks
         assert self.seq_lens.max() <= max_model_len
 
+    def padded(self, size: int) -> "StepArrays":
+        """With tokens at the end that belong to no sequence, and sequences that have none."""
+        num_tokens, num_sequences = len(self.token_ids), len(self.seq_lens)
+        width = self.block_tables.shape[1]
+        more, others = size - num_tokens, size - num_sequences
+        return StepArrays(
+            token_ids=np.pad(self.token_ids, (0, more)),
+            positions=np.pad(self.positions, (0, more)),
+            cu_query_lens=np.pad(self.cu_query_lens, (0, others), mode="edge"),
+            seq_lens=np.pad(self.seq_lens, (0, others)),
+            slot_mapping=np.pad(self.slot_mapping, (0, more), constant_values=NO_SLOT),
+            block_tables=np.concatenate((self.block_tables, np.zeros((others, width), np.int64))),
+            logit_rows=self.logit_rows,
+        )
+
     def to(self, device: torch.device) -> StepBatch:
         def tensor(array: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array).to(device, dtype)
+            small = array if dtype == torch.int64 else array.astype(np.int32)
+            return sent(torch.from_numpy(small), device)
 
         return StepBatch(
             token_ids=tensor(self.token_ids, torch.int64),

@@ -149,6 +149,12 @@ class Settings:
     num_draft_tokens: int = _setting(
         4, "Tokens guessed for one sequence in a step, at most.", unit="tokens", low=1, high=32
     )
+    cuda_graphs: bool = _setting(
+        True, "On a GPU, steps of decodes are captured when an engine starts, and replayed."
+    )
+    overlap_steps: bool = _setting(
+        True, "On a GPU, the next step is made while the one before is computed."
+    )
     threads: int | None = _setting(
         None, "CPU threads of the engine; unset: PyTorch's choice.", low=1, high=4096
     )

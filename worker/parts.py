@@ -171,6 +171,8 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         enable_prefix_caching=settings.prefix_caching,
         speculation=settings.speculation,
         num_draft_tokens=settings.num_draft_tokens,
+        cuda_graphs=settings.cuda_graphs,
+        overlap_steps=settings.overlap_steps,
         num_threads=settings.threads,
     )
 

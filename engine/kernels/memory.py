@@ -1,4 +1,4 @@
-"""Where large tensors come from."""
+"""Where large tensors come from, and how small ones get to a device."""
 
 import math
 
@@ -21,3 +21,11 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     memory = np.zeros(num_bytes + LINE, np.uint8)
     first = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait for it."""
+    if device.type != "cuda":
+        return values.to(device)
+    # from memory that is not pinned the copy would be made before the call returns
+    return values.pin_memory().to(device, non_blocking=True)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NO_SLOT = -1  # of a token that a step was padded with: what it makes is stored nowhere
 LEAST_IN_8_BITS = 1e-35  # the largest number of a key or value that is not kept as zeros
 
 
@@ -128,10 +129,13 @@ def store_kv(
     key: Tensor,  # [T, H_kv, D]
     value: Tensor,  # [T, H_kv, D]
     kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed; int8 [… D + 4]
-    slot_mapping: Tensor,  # [T] int64, block × block_size + place in the block; no slot twice
+    slot_mapping: Tensor,  # [T] int64, block × block_size + place in the block, or NO_SLOT
 ) -> None:
-    """Write each token's key and value into its slot, in the cache's type."""
+    """Write each token's key and value into its slot, none twice, in the cache's type."""
     block_size = kv_cache.shape[3]
+    stored = slot_mapping != NO_SLOT
+    if not stored.all():
+        key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
     block, place = slot_mapping // block_size, slot_mapping % block_size
     for i, x in enumerate((key, value)):
         kept = _in_8_bits(x) if kv_cache.dtype == torch.int8 else x.to(kv_cache.dtype)

@@ -101,8 +101,8 @@ class ShakenRunner(ModelRunner):
 
     noise = torch.Generator().manual_seed(0)
 
-    def logits(self, scheduled):
-        found = super().logits(scheduled)
+    def logits(self, scheduled, before=None):
+        found = super().logits(scheduled, before)
         return found + ROUNDING * (2 * torch.rand(found.shape, generator=self.noise) - 1)
 
 

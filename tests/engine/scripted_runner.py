@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from engine.model_runner import StepResult
 from engine.sampler import NumericalError
 from engine.sequence import Sequence
 from engine.step_plan import StepPlan
+from engine.step_result import StepResult
 
 
 def hashed_token(vocab_size: int) -> Callable[[Sequence], int]:

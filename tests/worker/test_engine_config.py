@@ -12,6 +12,7 @@ SET = {  # each unlike its default
     "device": "cpu", "block_size": 32, "num_blocks": 7, "kv_cache_bytes": 1 << 20,
     "gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_n": 5, "max_num_batched_tokens": 33,
     "max_model_len": 44, "step_target_ms": 99, "prefix_caching": False, "threads": 2,
+    "cuda_graphs": False, "overlap_steps": False,
     "speculation": "ngram", "num_draft_tokens": 6,
 }  # fmt: skip
 NAMES = {"prefix_caching": "enable_prefix_caching", "threads": "num_threads"}  # in the engine

@@ -82,13 +82,15 @@ def turn_and_store(
         # the last head again where there are no more: the same is stored twice
         kv_heads = tl.minimum(first + tl.arange(0, AT_ONCE), KV_HEADS - 1)
         slot = tl.load(slot_mapping + token)
-        block = slot // BLOCK_SIZE * (KV_HEADS * 2 * BLOCK_SIZE * D)
-        kept = kv_cache + block + slot % BLOCK_SIZE * D + kv_heads[:, None] * (2 * BLOCK_SIZE * D)
-        store_token(
-            key + token * key_stride, value + token * value_stride, kept, kv_scales, kv_heads,
-            key_head_stride, value_head_stride, turned, turned_by,
-            KV_HEADS, D, WIDTH, HALF, HALF_WIDTH, BLOCK_SIZE, SCALED,
-        )  # fmt: skip
+        if slot >= 0:  # a token that a step was padded with has none
+            block = slot // BLOCK_SIZE * (KV_HEADS * 2 * BLOCK_SIZE * D)
+            head = kv_heads[:, None] * (2 * BLOCK_SIZE * D)
+            kept = kv_cache + block + slot % BLOCK_SIZE * D + head
+            store_token(
+                key + token * key_stride, value + token * value_stride, kept, kv_scales, kv_heads,
+                key_head_stride, value_head_stride, turned, turned_by,
+                KV_HEADS, D, WIDTH, HALF, HALF_WIDTH, BLOCK_SIZE, SCALED,
+            )  # fmt: skip
     elif HALF > 0:
         heads = first - kv_end + tl.arange(0, AT_ONCE)
         mask = (heads < HEADS)[:, None] & (d < HALF)[None, :]

@@ -52,7 +52,7 @@ def test_every_row_among_all_others_is_as_it_is_alone(model, monkeypatch, seed):
     crowd = all_features.Crowd(model, random.Random(seed))
     crowd.engine = model.engine(clock=lambda: crowd.now, max_num_seqs=6, max_num_batched_tokens=60)
     oracle = Oracle(random.Random(seed), crowd.pairs)
-    crowd.engine._speculator = Speculator(oracle, 5, lambda: 0.0)
+    crowd.engine._stepper.speculator = Speculator(oracle, 5, lambda: 0.0)
     num_steps = 0
     while num_steps < 600 or crowd.engine.has_unfinished:
         crowd.step(more=num_steps < 600)
@@ -108,7 +108,7 @@ def test_what_is_drawn_with_drafts_has_the_model_s_own_distribution(model):
         def propose(self, plan, counts, pays):
             return [(40, 200)[:count] for count in counts]
 
-    engine._speculator = Speculator(Guess(), 2, lambda: 0.0)
+    engine._stepper.speculator = Speculator(Guess(), 2, lambda: 0.0)
     outputs = engine.generate(
         [prompt] * num_draws,
         [
