@@ -9,10 +9,10 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint up bench chaos simulate clean
+.PHONY: help setup demo test lint up bench chaos chaos-report soak simulate clean
 
 help:  ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(BIN)/installed  ## create .venv with all that Tokenmill needs (only when it has changed)
 
@@ -38,8 +38,15 @@ bench: setup  ## measure the engine alone and the whole service
 	$(BIN)/python bench/throughput.py --workload bench/workload.json --only W1 --repeat 3 \
 		--through service --json
 
-chaos: setup  ## kill processes and servers under load; check that nothing is lost
-	$(BIN)/python -m pytest tests/chaos -v
+chaos: setup  ## kill, freeze and cut off everything under load, for an hour; check every promise
+	$(BIN)/tokenmill models fetch smollm2-135m-instruct
+	$(BIN)/python -m tests.chaos.long --smollm2 .tokenmill/models/smollm2-135m-instruct $(CHAOS)
+
+chaos-report: CHAOS += --report
+chaos-report: chaos  ## the same, and keep its table and its JSON in bench/results
+
+soak: setup  ## run under light faults for MINUTES (30); print how memory, files and threads grow
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30)
 
 simulate: setup  ## run SEEDS (10,000) random deployments from seed FIRST (0) on, in one thread
 	$(BIN)/python -m tests.simulation.service $(or $(FIRST),0) $(or $(SEEDS),10000)

@@ -1,0 +1,251 @@
+"""C9 to C13, waste and the control run: disks, memory, drains, poison, and a fence removed."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import redis
+from celery import Celery
+
+from jobs.celery_app import DEFAULT_QUEUE, GENERATE_TASK, make_app, queue_for
+from jobs.settings import Settings
+from tests.chaos.cluster import GRACE_S, LEASE_S, Child
+from tests.chaos.hooked import tokens_of_engines
+from tests.chaos.run import Storm, percentile
+from tests.worker.deployment import MODEL
+
+POISONED = {"crash", "exit", "segv", "stuck", "raise", "memory"}
+ELSEWHERE_S = 3.0  # until what a drain hands back runs again
+NEIGHBOURS = 7
+
+
+def fill_the_disk(storm: Storm) -> None:
+    """C9: no room for the database's file. Nothing is accepted falsely, nothing fails, all goes on.
+
+    For a cluster on SQLite, whose folder lies on a small tmpfs.
+    """
+    folder = storm.cluster.database_folder
+    filler = folder / "filler"
+    for _ in range(storm.size.num_faults):
+        storm.meet_work()
+        storm.cluster.num_stops += 1
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+        free = shutil.disk_usage(folder).free
+        assert free < 1 << 17, f"{free} bytes are free still"
+        began = time.monotonic()
+        time.sleep(storm.rng.uniform(2, 4))
+        share = storm.clients.history.availability("submit", began, time.monotonic())
+        storm.result.figures["submits_answered_on_a_full_disk"] = share
+        filler.unlink()
+        storm.result.figures["disk_back_s"] = round(storm.cluster.until(storm.cluster.ready), 2)
+        time.sleep(1)
+
+
+def starve_of_memory(storm: Storm) -> None:
+    """C11: an engine may not map another page; it ends or goes on, its jobs are done."""
+    for i in range(storm.size.num_faults):
+        storm.meet_work()
+        worker = storm.cluster.workers[i % len(storm.cluster.workers)]
+        pid = storm.cluster.engine_pid(worker)
+        if pid is None:
+            continue
+        storm.cluster.num_stops += 1
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            limit = psutil.Process(pid).memory_info().vms + (1 << 20)
+            resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+        time.sleep(2)
+        with contextlib.suppress(ProcessLookupError):  # whatever it was able to go on with
+            os.kill(pid, signal.SIGKILL)
+        storm.cluster.until(storm.cluster.ready)
+
+
+def drain(storm: Storm) -> None:
+    """C12: SIGTERM to one worker after another; then twice, and then with SIGKILL behind it."""
+    exits = []
+    for i in range(storm.size.num_faults):
+        storm.meet_work()
+        worker = storm.cluster.workers[i % len(storm.cluster.workers)]
+        record = storm.cluster.record_of(worker)
+        if record is None:
+            continue
+        held = storm.cluster.running(record.id)
+        process = worker.process
+        storm.cluster.num_stops += 1
+        began = time.monotonic()
+        worker.signal(signal.SIGTERM)
+        if i % 4 == 2:
+            time.sleep(0.3)
+            worker.signal(signal.SIGTERM)
+        if i % 4 == 3:
+            time.sleep(0.5)
+            storm.cluster.kill(worker)
+            storm.watch("SIGTERM, then SIGKILL", held, LEASE_S + 5)
+        process.wait()
+        if i % 4 != 3:
+            exits.append(time.monotonic() - began)
+            left = storm.cluster.unsettled(held)
+            storm.watch("a drain", {i: held[i] for i in left}, ELSEWHERE_S)
+        storm.cluster.until(storm.cluster.ready)
+    slowest = max(exits, default=0.0)
+    storm.result.figures |= {
+        "drains": float(len(exits)),
+        "drain_exit_s_max": round(slowest, 2),
+        "drain_exit_s_p50": percentile([round(e, 2) for e in exits], 0.5),
+        "drain_bound_s": GRACE_S + 2,
+    }
+    assert slowest <= GRACE_S + 2 + storm.slack_s, f"a drain took {slowest:.1f} s"
+
+
+def poison(storm: Storm) -> None:
+    """C13: jobs that end, hang or break their engine, each among seven seeded healthy ones."""
+    markers = ["crash", "exit", "raise", "oom", "segv", "memory", "stuck"][: storm.size.num_faults]
+    for marker in markers:
+        restarts = _restarts(storm)
+        custom_id = f"{storm.name}-poison-{marker}"
+        if marker in POISONED:
+            storm.may_fail[custom_id] = "poisoned"
+        body = {"model": MODEL, "prompt": f"fault {marker} now", "max_tokens": 8}
+        bad = {"url": "/v1/completions", "custom_id": custom_id, "body": body, "max_attempts": 100}
+        reply = httpx.post(f"{storm.cluster.api}/v1/jobs", json=bad, timeout=30, trust_env=False)
+        assert reply.status_code == 202, reply.text
+        job_id = reply.json()["id"]
+        storm.cluster.until(lambda: storm.cluster.has_ended(job_id))  # noqa: B023
+        storm.cluster.num_kills += marker in POISONED
+        restarts = _restarts(storm) - restarts
+        storm.result.figures[f"restarts_by_{marker}"] = float(restarts)
+        assert restarts <= 3, f"{marker} cost {restarts} engines"
+
+
+def _restarts(storm: Storm) -> int:
+    return sum(row.stats.get("engine_restarts", 0) for row in storm.cluster.live_workers())
+
+
+ODD_BODIES = [
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [-1]},
+    {"prompt": [10**9]},
+    {"prompt": [True, None]},
+    {"prompt": "x", "max_tokens": 0},
+    {"prompt": "x", "max_tokens": -1},
+    {"prompt": "x", "max_tokens": 2**31},
+    {"prompt": "x", "temperature": 1e308},
+    {"prompt": "x", "top_p": 0},
+    {"prompt": "x", "top_k": -7},
+    {"prompt": "x", "logit_bias": {"999999": 1}},
+    {"prompt": "x", "n": 10**6},
+    {"prompt": "x", "stop": ""},
+    {"prompt": "x", "logprobs": -1},
+    {"prompt": "x " * 4000},
+    {"prompt": "x", "structured_outputs": {"regex": "("}},
+    {"messages": []},
+]
+JUNK = [
+    b"junk", b"\xff\xfe\x00", b"[1, 2]", b"{}", b'{"body": "!!!", "properties": {}}',
+    b'{"body": "bm90IGpzb24=", "properties": {"body_encoding": "base64"}}', b"null", b"5",
+    b'{"body": null, "headers": null, "properties": null}', b"", b'"text"', b"{" * 1000,
+]  # fmt: skip
+
+
+def odd_messages(storm: Storm) -> None:
+    """C13, Q06: bodies that no door has seen, and bytes that are no message at all."""
+    settings = Settings.from_env(storm.cluster.env)
+    app: Celery = make_app(settings)
+    pids = [child.pid for child in storm.cluster.workers]
+    engines = {storm.cluster.engine_pid(worker) for worker in storm.cluster.workers}
+    for i, body in enumerate(ODD_BODIES):
+        custom_id = f"{storm.name}-odd-{i}"
+        storm.may_fail[custom_id] = "invalid_request"
+        kwargs = {"url": "/v1/completions", "custom_id": custom_id, "body": {"model": MODEL} | body}
+        app.send_task(GENERATE_TASK, kwargs=kwargs, queue=DEFAULT_QUEUE)
+    with redis.Redis.from_url(storm.cluster.valkey.url) as client:
+        for junk in JUNK:
+            storm.meet_work()
+            client.lpush(f"{settings.key_prefix}{queue_for(MODEL)}", junk)
+            client.lpush(f"{settings.key_prefix}{DEFAULT_QUEUE}", junk)
+            time.sleep(0.05)
+    app.close()
+    storm.cluster.until(
+        lambda: (
+            sum("-odd-" in row.custom_id for row in storm.cluster.rows(storm.name))
+            == len(ODD_BODIES)
+        )
+    )
+    storm.result.figures["workers_ended_by_odd_messages"] = float(
+        sum(child.pid not in pids for child in storm.cluster.workers)
+    )
+    still = {storm.cluster.engine_pid(worker) for worker in storm.cluster.workers}
+    storm.result.figures["engines_ended_by_odd_messages"] = float(len(engines - still))
+    assert engines == still, "an engine did not survive an odd body"
+
+
+def kill_now_and_then(storm: Storm, every_s: float = 20.0) -> None:
+    """Bar 3: a kill every 20 seconds, of a worker or an engine in turn, while long jobs run."""
+    folder: Path = storm.cluster.folder
+    generated_before, again_before = tokens_of_engines(folder)
+    due = time.monotonic() + every_s
+    for i in range(storm.size.num_faults):
+        while time.monotonic() < due:
+            time.sleep(0.1)
+            if storm.all_ended:
+                break
+        if storm.all_ended:
+            break
+        due += every_s
+        worker = storm.rng.choice(storm.cluster.workers)
+        pid = storm.cluster.engine_pid(worker)
+        if i % 2 == 0 or pid is None:
+            storm.kill_worker(worker)
+        else:
+            storm.cluster.num_kills += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    storm.settle()
+    generated, again = tokens_of_engines(folder)
+    kept = sum(row.completion_tokens for row in storm.cluster.rows(storm.name))
+    made = generated - generated_before
+    storm.result.figures |= {
+        "tokens_made": float(made),
+        "tokens_kept": float(kept),
+        "tokens_computed_again": float(again - again_before),
+        "wasted_share": round((made - kept) / made, 4),
+    }
+
+
+def without_a_fence(storm: Storm) -> None:
+    """The control run: results name no fence, and workers sleep past their lease.
+
+    The checker must not be content with this one.
+    """
+    _restart_workers(storm, CHAOS_NO_FENCE="1")
+    try:
+        for _ in range(storm.size.num_faults):
+            storm.meet_work()
+            busy = [w for w in storm.cluster.workers if _num_running(storm, w)]
+            if not busy:
+                break
+            with storm.cluster.frozen(busy[0].pid):
+                time.sleep(2.5 * LEASE_S)
+        storm.settle()
+    finally:
+        _restart_workers(storm)
+
+
+def _num_running(storm: Storm, worker: Child) -> int:
+    record = storm.cluster.record_of(worker)
+    return 0 if record is None else len(storm.cluster.running(record.id))
+
+
+def _restart_workers(storm: Storm, **env: str) -> None:
+    for worker in storm.cluster.workers:
+        worker.env = storm.cluster.env | env
+        storm.cluster.kill(worker)
+    storm.cluster.until(storm.cluster.ready)

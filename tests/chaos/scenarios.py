@@ -1,0 +1,215 @@
+"""C1 to C8 and C14: what dies, freezes, stops answering or has a wrong clock.
+
+Each is given a Storm while clients are at work, does its faults, and returns; what must hold then
+is the checker's. `tests/chaos/more_scenarios.py` has disks, memory, drains and poison.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+
+import psutil
+import redis
+
+from tests.chaos.cluster import LEASE_S, Child
+from tests.chaos.hooked import API_FILE, KILL_FILE
+from tests.chaos.proxy import Mode
+from tests.chaos.run import Storm, percentile
+
+ENGINE_BACK_S = 5.0  # beside the time its model takes to load
+
+
+def kill_workers(storm: Storm) -> None:
+    """C1: SIGKILL of a worker at random moments."""
+    for _ in range(storm.size.num_faults):
+        storm.meet_work()
+        time.sleep(storm.rng.expovariate(1.2))
+        storm.kill_worker(storm.rng.choice(storm.cluster.workers))
+
+
+def kill_engines(storm: Storm) -> None:
+    """C2: SIGKILL of the engine alone, in a prefill, in a decode, behind the last token."""
+    file = storm.cluster.folder / KILL_FILE
+    for i in range(storm.size.num_faults):
+        storm.meet_work()
+        fences = storm.cluster.running()
+        file.write_text(("prefill", "decode", "complete")[i % 3])
+        storm.cluster.until(lambda: not file.exists() or storm.over)
+        if file.exists():
+            file.unlink()
+            return
+        storm.cluster.num_kills += 1
+        storm.watch("kill -9 of an engine", fences, _load_s(storm) + ENGINE_BACK_S)
+        storm.cluster.until(storm.cluster.ready)
+
+
+def _load_s(storm: Storm) -> float:
+    """How long an engine takes from its start to its first step on this machine, now."""
+    if "engine_load_s" not in storm.result.figures:
+        worker = storm.cluster.workers[0]
+        before = storm.cluster.record_of(worker)
+        began = time.monotonic()
+        pid = storm.cluster.engine_pid(worker)
+        if before is not None and pid is not None:
+            storm.cluster.num_kills += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            storm.cluster.until(lambda: storm.cluster.engine_pid(worker) not in (None, pid))
+        storm.result.figures["engine_load_s"] = round(time.monotonic() - began, 2)
+    return storm.result.figures["engine_load_s"] or 0.0
+
+
+def kill_api(storm: Storm) -> None:
+    """C3: the API dies before a commit, behind it, and in the midst of its reply."""
+    file, api = storm.cluster.folder / API_FILE, storm.cluster.children["api"]
+    starts = api.num_starts
+    for i in range(storm.size.num_faults):
+        chance = {("before", "behind", "reply")[i % 3]: 0.3}
+        file.write_text(json.dumps(chance))
+        seen = api.num_starts
+        storm.cluster.until(lambda: api.num_starts > seen or storm.clients.done)  # noqa: B023
+        file.write_text("{}")
+        if storm.clients.done:
+            break
+        storm.cluster.until(storm.cluster.ready)
+    file.unlink(missing_ok=True)
+    storm.cluster.num_kills += api.num_starts - starts
+
+
+def kill_redis(storm: Storm) -> None:
+    """C4: Redis without persistence dies, is emptied, freezes; submits go on meanwhile."""
+    cluster, shares = storm.cluster, []
+    for i in range(storm.size.num_faults):
+        storm.meet_work()
+        began = time.monotonic()
+        if i % 3 == 0:
+            cluster.num_kills += 1
+            cluster.valkey.kill()
+            time.sleep(storm.rng.uniform(0.5, 3))
+            cluster.valkey.start()
+        elif i % 3 == 1:
+            with redis.Redis.from_url(cluster.valkey.url) as client:
+                client.flushall()
+        else:
+            assert cluster.valkey.pid is not None
+            with cluster.frozen(cluster.valkey.pid):
+                time.sleep(storm.rng.uniform(2, 5))
+        share = storm.clients.history.availability("submit", began, time.monotonic())
+        shares += [] if share is None else [share]
+        time.sleep(storm.rng.uniform(0.2, 1))
+    storm.result.figures["submits_answered_without_redis"] = min(shares, default=None)
+
+
+def kill_postgres(storm: Storm) -> None:
+    """C5: the database dies as a whole, or freezes; then it must all go on by itself."""
+    cluster = storm.cluster
+    assert cluster.postgres is not None
+    for i in range(storm.size.num_faults):
+        storm.meet_work()
+        if i % 3 < 2:
+            cluster.num_kills += 1
+            cluster.postgres.kill()
+            time.sleep(storm.rng.uniform(0.1, 1.5))
+            cluster.postgres.start()
+        else:
+            assert cluster.postgres.pid is not None
+            with cluster.frozen(cluster.postgres.pid, *_sessions(cluster.postgres.pid)):
+                time.sleep(storm.rng.uniform(2, 5))
+        back = cluster.until(cluster.ready)
+        storm.result.figures["database_back_s_max"] = max(
+            storm.result.figures.get("database_back_s_max") or 0.0, round(back, 2)
+        )
+
+
+def _sessions(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
+
+
+def freeze_workers(storm: Storm) -> None:
+    """C6: a worker sleeps for up to three leases while its engine goes on, and wakes up."""
+    for _ in range(storm.size.num_faults):
+        storm.meet_work()
+        worker = storm.rng.choice(storm.cluster.workers)
+        with storm.cluster.frozen(worker.pid):
+            time.sleep(LEASE_S * storm.rng.uniform(0.5, 2.5))
+        time.sleep(storm.rng.uniform(0, 1))
+
+
+def break_the_network(storm: Storm) -> None:
+    """C7: every mode of the proxy before Redis, and before the database."""
+    proxies = [storm.cluster.redis_proxy]
+    if storm.cluster.postgres_proxy is not None:
+        proxies.append(storm.cluster.postgres_proxy)
+    modes = [mode for mode in Mode if mode is not Mode.PASS]
+    backs = []
+    for i in range(storm.size.num_faults):
+        storm.meet_work()
+        mode, proxy = modes[(i // len(proxies)) % len(modes)], proxies[i % len(proxies)]
+        storm.cluster.num_stops += 1
+        proxy.mode = mode
+        time.sleep(storm.rng.uniform(1, 4))
+        proxy.mode = Mode.PASS
+        if mode in (Mode.HOLE, Mode.OLD_HOLE, Mode.ONE_WAY):
+            # whoever sent into the hole finds its connection dead, and makes another
+            proxy.mode = Mode.RESET
+            proxy.mode = Mode.PASS
+        backs.append(storm.cluster.until(storm.cluster.ready))
+    storm.result.figures["network_back_s_p95"] = percentile([round(b, 2) for b in backs], 0.95)
+
+
+def half_open_redis(storm: Storm) -> None:
+    """C7 too: old connections to Redis are dead and nobody says so; the runway must move on."""
+    storm.meet_work()
+    storm.cluster.num_stops += 1
+    storm.cluster.redis_proxy.mode = Mode.OLD_HOLE
+    began = time.monotonic()
+    claimed = set(storm.cluster.running())
+    storm.cluster.until(
+        lambda: bool(set(storm.cluster.running()) - claimed) or storm.over, timeout_s=120
+    )
+    storm.result.figures["half_open_back_s"] = round(time.monotonic() - began, 2)
+
+
+def wrong_clocks(storm: Storm) -> None:
+    """C8: one worker two hours ahead, one two behind, and the API too."""
+    for i, child in enumerate([*storm.cluster.workers, storm.cluster.children["api"]]):
+        _restart(storm, child, CHAOS_CLOCK_S=str((7200, -7200, 7200)[i % 3]))
+    storm.cluster.until(storm.cluster.ready)
+    storm.meet_work()
+    time.sleep(2 * LEASE_S)
+    storm.kill_worker(storm.cluster.workers[0])
+    storm.cluster.until(lambda: storm.over)
+    for child in [*storm.cluster.workers, storm.cluster.children["api"]]:
+        _restart(storm, child, CHAOS_CLOCK_S="0")
+
+
+def _restart(storm: Storm, child: Child, **env: str) -> None:
+    child.env = child.env | env
+    storm.cluster.kill(child)
+
+
+def swizzle(storm: Storm) -> None:
+    """C14: some of all processes freeze one by one and thaw in another order."""
+    cluster = storm.cluster
+    for _ in range(storm.size.num_faults):
+        storm.meet_work()
+        pids = [child.pid for child in cluster.children.values()]
+        pids += [
+            server.pid for server in (cluster.valkey, cluster.postgres) if server and server.pid
+        ]
+        chosen = storm.rng.sample(pids, storm.rng.randint(1, 3))
+        cluster.num_stops += len(chosen)
+        for pid in chosen:
+            _signal(pid, signal.SIGSTOP)
+            time.sleep(storm.rng.uniform(0, LEASE_S))
+        storm.rng.shuffle(chosen)
+        for pid in chosen:
+            time.sleep(storm.rng.uniform(0, LEASE_S / 2))
+            _signal(pid, signal.SIGCONT)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
