@@ -261,7 +261,7 @@ class Cluster:
         if worker_id is not None:
             query = query.where(jobs.c.worker_id == worker_id)
         with self.database.read() as connection:
-            return dict(connection.execute(query).tuples().all())
+            return dict(connection.execute(query).all())
 
     def unsettled(self, fences: dict[str, int]) -> set[str]:
         """Of those the ones that are still as they were, or wait: not running again nor ended."""

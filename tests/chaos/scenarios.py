@@ -18,6 +18,11 @@ from tests.chaos.hooked import API_FILE, KILL_FILE
 from tests.chaos.proxy import Mode
 from tests.chaos.run import Storm, percentile
 
+# to Redis and the database in turn; in the next round the other way round
+NETWORK = (
+    *(Mode.OLD_HOLE, Mode.CUT_AFTER_REQUEST, Mode.RESET, Mode.CUT_IN_REPLY),
+    *(Mode.HOLE, Mode.ONE_WAY, Mode.SLOW, Mode.DELAY),
+)
 ENGINE_BACK_S = 5.0  # beside the time its model takes to load
 
 
@@ -142,11 +147,11 @@ def break_the_network(storm: Storm) -> None:
     proxies = [storm.cluster.redis_proxy]
     if storm.cluster.postgres_proxy is not None:
         proxies.append(storm.cluster.postgres_proxy)
-    modes = [mode for mode in Mode if mode is not Mode.PASS]
     backs = []
     for i in range(storm.size.num_faults):
         storm.meet_work()
-        mode, proxy = modes[(i // len(proxies)) % len(modes)], proxies[i % len(proxies)]
+        turn, place = divmod(i, len(NETWORK))
+        mode, proxy = NETWORK[place], proxies[(place + turn) % len(proxies)]
         storm.cluster.num_stops += 1
         proxy.mode = mode
         time.sleep(storm.rng.uniform(1, 4))

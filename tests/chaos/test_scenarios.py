@@ -53,7 +53,7 @@ SHORT = [
     (scenarios.wrong_clocks, Size(num_jobs=80, num_faults=1)),
     (more.starve_of_memory, Size(num_jobs=80, num_faults=1)),
     (more.drain, Size(num_jobs=120, num_faults=2)),
-    (more.poison, Size(num_jobs=60, num_faults=4)),
+    (more.poison, Size(num_jobs=60, num_faults=2)),
     (more.odd_messages, Size(num_jobs=60, num_faults=1)),
     (scenarios.swizzle, Size(num_jobs=100, num_faults=1)),
 ]

@@ -204,6 +204,7 @@ class WorkerProcess(Process):
             post=self.ledger.post,
             send=self.engine.send,  # type: ignore[arg-type]
             wake=lambda: None,
+            tell=lambda runs: None,
             max_jobs=2 * MAX_NUM_SEQS,
             max_crashes=MAX_CRASHES,
         )
