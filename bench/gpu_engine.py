@@ -1,0 +1,299 @@
+"""The whole engine but for text, on real shapes with random weights made on the device.
+
+Scheduler, stepper and model runner as in `LLMEngine`; no tokenizer, so no word is made of the ids.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from engine import model_runner
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner, max_num_scored_tokens
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.step_plan import StepPlan
+from engine.step_result import OnDevice, StepResult
+from engine.stepper import Stepper
+from engine.totals import Totals
+
+Row = dict[str, object]
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": LLAMA,
+    "Qwen3-0.6B": QWEN | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": QWEN | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+TINY: dict[str, Any] = LLAMA | {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+PROMPT_TOKENS, NEW_TOKENS = 125, 108  # the means of workload W1
+
+
+class RandomCheckpoint:
+    """Stands for a checkpoint's files: every tensor that is asked for is there, and noise."""
+
+    names = frozenset[str]()
+    eos_token_ids = frozenset[int]()
+    fingerprint = b"random"
+
+    def __init__(self, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.num_bytes = 0  # of all that was taken
+        self._device = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self._device)
+        self.num_bytes += tensor.nbytes
+        if name.endswith("norm.weight"):
+            return tensor.fill_(1.0)
+        return tensor.normal_(std=shape[-1] ** -0.5)
+
+    def check_all_taken(self, ignored: object) -> None:
+        pass
+
+
+def runner_of(
+    config: dict[str, Any], device: torch.device, **settings: Any
+) -> tuple[ModelRunner, RandomCheckpoint]:
+    exact = device.type == "cpu" or settings.get("dtype") == "float32"
+    dtype = torch.float32 if exact else torch.bfloat16
+    checkpoint = RandomCheckpoint(config, device, dtype)
+    with mock.patch.multiple(
+        model_runner, Checkpoint=lambda folder: checkpoint, resolve_folder=Path
+    ):
+        runner = ModelRunner(EngineConfig(model="random", device=str(device), **settings))
+    runner.overlaps = runner.overlaps or device.type == "cpu"  # the same way, where it only counts
+    return runner, checkpoint
+
+
+@dataclass(slots=True)
+class Times:
+    """Of one sequence, by the clock."""
+
+    arrived_at: float
+    token_at: list[float] = field(default_factory=list)
+
+
+class Engine:
+    """Sequences in, times of their tokens out."""
+
+    def __init__(self, runner: ModelRunner, max_num_seqs: int, num_tokens: int) -> None:
+        self.runner = runner
+        self.seconds: dict[str, float] = {}
+        self.times: dict[str, Times] = {}
+        self.token_ids: dict[str, list[int]] = {}
+        self.num_steps = 0
+        self._gpu: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._scheduler = Scheduler(
+            num_blocks=runner.num_blocks, block_size=16, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=num_tokens, max_model_len=runner.max_model_len,
+            max_num_scored_tokens=max_num_scored_tokens(runner.vocab_size),
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        self._stepper = Stepper(
+            runner, self._scheduler, Totals(), time.perf_counter,
+            speculator=None, has_waiting=lambda sequence: False, on_start=lambda plan, now: None,
+        )  # fmt: skip
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, **options: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+        self.times[name] = Times(time.perf_counter())
+        self._scheduler.add(name, prompt, params, seed=options.get("seed") or 0)
+
+    @property
+    def busy(self) -> bool:
+        return self._scheduler.unfinished
+
+    def step(self) -> None:
+        self._stepper.step(time.perf_counter(), self._take_in)
+
+    def _take_in(self, plan: StepPlan, result: StepResult) -> None:
+        self.num_steps += 1
+        tokens = [token if isinstance(token, int) else None for token in result.tokens]
+        for row, token in zip(plan.scheduled, result.tokens, strict=True):
+            assert token is None or isinstance(token, int), token
+            if token is not None:
+                self.times[row.sequence.request_id].token_at.append(time.perf_counter())
+        changed: list[Sequence] = self._scheduler.update(plan, tokens, time.perf_counter())
+        for sequence in changed:
+            self.token_ids[sequence.request_id] = sequence.generated_ids
+
+    @contextmanager
+    def split(self) -> Iterator[None]:
+        """Inside it the parts of a step are timed."""
+
+        def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                started = time.perf_counter()
+                result = call(*args)
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+                return result
+
+            return run
+
+        self.seconds.clear()
+        self.num_steps = 0
+        self._gpu.clear()
+        with (
+            mock.patch.object(
+                self._scheduler, "schedule", timed("schedule", self._scheduler.schedule)
+            ),
+            mock.patch.object(self._scheduler, "update", timed("update", self._scheduler.update)),
+            mock.patch.object(self.runner, "launch", timed("launch", self._launch_between_events)),
+            mock.patch.object(OnDevice, "wait", _timed_wait(self.seconds)),
+        ):
+            yield
+
+    def _launch_between_events(self, *args: Any) -> Any:
+        launch = type(self.runner).launch
+        if self.runner.device.type != "cuda":
+            return launch(self.runner, *args)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        launched = launch(self.runner, *args)
+        end.record()
+        self._gpu.append((begin, end))
+        return launched
+
+    def gpu_s(self) -> float:
+        """Seconds that the device was in the steps since `split` began."""
+        if not self._gpu:
+            return 0.0
+        torch.cuda.synchronize()
+        return sum(float(begin.elapsed_time(end)) for begin, end in self._gpu) / 1e3
+
+
+def _timed_wait(seconds: dict[str, float]) -> Callable[[OnDevice], StepResult]:
+    wait = OnDevice.wait
+
+    def run(step: OnDevice) -> StepResult:
+        started = time.perf_counter()
+        result = wait(step)
+        seconds["wait"] = seconds.get("wait", 0.0) + time.perf_counter() - started
+        return result
+
+    return run
+
+
+def some_prompt(draw: random.Random, vocab: int, length: int) -> list[int]:
+    return [draw.randrange(vocab) for _ in range(length)]
+
+
+def steady_decode(engine: Engine, batch: int, num_steps: int, vocab: int) -> Row:
+    """Steps of `batch` decodes alone, and what they are made of."""
+    draw = random.Random(0)
+    for i in range(batch):
+        engine.add(f"decode {batch} {i}", some_prompt(draw, vocab, 8), num_steps + 12)
+    for _ in range(8):
+        engine.step()
+    with engine.split():
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        wall_s = time.perf_counter() - started
+        gpu_s, steps = engine.gpu_s(), max(1, engine.num_steps)
+        parts = {f"{name}_ms": s / steps * 1e3 for name, s in engine.seconds.items()}
+    while engine.busy:
+        engine.step()
+    return {
+        "measured": "steady decode", "batch": batch, "step_ms": wall_s / steps * 1e3,
+        "gpu_ms": gpu_s / steps * 1e3, "gpu_idle": 1 - gpu_s / wall_s if gpu_s else None, **parts,
+    }  # fmt: skip
+
+
+def offline(engine: Engine, count: int, vocab: int, prompt: int, new: int) -> Row:
+    draw = random.Random(1)
+    for i in range(count):
+        engine.add(f"offline {i}", some_prompt(draw, vocab, prompt), new)
+    started = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    seconds = time.perf_counter() - started
+    return {
+        "measured": "offline", "requests": count, "prompt": prompt, "new": new,
+        "tokens_s": count * new / seconds, "seconds": seconds,
+    }  # fmt: skip
+
+
+def under_load(
+    engine: Engine, rate: float, seconds: float, vocab: int, sizes: tuple[int, int]
+) -> Row:
+    """Requests that arrive at random, so many a second on average."""
+    draw = random.Random(2)
+    prompt, new = sizes
+    arrivals = [draw.expovariate(rate)]
+    while arrivals[-1] < seconds:
+        arrivals.append(arrivals[-1] + draw.expovariate(rate))
+    names: list[str] = []
+    started = time.perf_counter()
+    while arrivals or engine.busy:
+        while arrivals and time.perf_counter() - started >= arrivals[0]:
+            names.append(f"load {len(names)}")
+            engine.add(names[-1], some_prompt(draw, vocab, prompt), new)
+            arrivals.pop(0)
+        if engine.busy:
+            engine.step()
+    times = [engine.times[name] for name in names]
+    first = sorted(t.token_at[0] - t.arrived_at for t in times)
+    gaps = sorted(b - a for t in times for a, b in zip(t.token_at, t.token_at[1:], strict=False))
+    return {
+        "measured": "under load", "requests_s": rate, "requests": len(names),
+        "ttft_p50_ms": statistics.median(first) * 1e3,
+        "ttft_p99_ms": first[len(first) * 99 // 100] * 1e3,
+        "itl_p50_ms": statistics.median(gaps or [0.0]) * 1e3,
+        "itl_p99_ms": (gaps or [0.0])[len(gaps) * 99 // 100] * 1e3,
+    }  # fmt: skip
+
+
+def same_texts(config: dict[str, Any], device: torch.device, **settings: Any) -> Row:
+    """Tokens with graphs and overlap, and without either: the same draws of the same logits."""
+    draw = random.Random(3)
+    prompts = [some_prompt(draw, config["vocab_size"], 5 + 9 * i) for i in range(5)]
+    texts = []
+    for fast in (False, True):
+        torch.manual_seed(0)  # of the weights
+        runner, _ = runner_of(
+            config, device, cuda_graphs=fast, overlap_steps=fast, dtype="float32", **settings
+        )
+        runner.overlaps = fast
+        engine = Engine(runner, 8, 64)
+        for i, prompt in enumerate(prompts):
+            engine.add(str(i), prompt, 24, temperature=0.5 * (i % 3), seed=i)
+        while engine.busy:
+            engine.step()
+        texts.append(engine.token_ids)
+    return {"kernel": "graphs and overlap", "ok": texts[0] == texts[1], "of": len(prompts)}

@@ -1,0 +1,264 @@
+"""The GPU's kernels: proven against float64 on the device, then timed beside its limits."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import draws, fp8, reference
+from engine.kernels.packed_weight import quantized_4, quantized_8
+from engine.kernels.registry import REFERENCE, Kernels
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the shapes to time: Llama-3.1-8B's on a GPU, next to nothing where only the way counts."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    hidden: int = 4096
+    intermediate: int = 14336
+    vocab: int = 128256
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    contexts: tuple[int, ...] = (512, 4096, 32768)
+    prompts: tuple[int, ...] = (512, 2048, 8192, 16384)
+    most_cache_bytes: int = 24 << 30
+    copy_bytes: int = 4 << 30
+    matrix: int = 8192
+
+
+DRY = Sizes(
+    heads=4, kv_heads=2, head_dim=16, hidden=64, intermediate=128, vocab=300, batches=(1, 3),
+    contexts=(32,), prompts=(48,), most_cache_bytes=1 << 20, copy_bytes=1 << 16, matrix=64,
+)  # fmt: skip
+
+
+class Timer:
+    """Median seconds of a call on a device."""
+
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self._device = device
+        self._rounds = rounds
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        for _ in range(2):
+            run()
+        times = [self._once(run) for _ in range(self._rounds)]
+        return statistics.median(times)
+
+    def _once(self, run: Callable[[], object]) -> float:
+        if self._device.type != "cuda":
+            started = time.perf_counter()
+            run()
+            return time.perf_counter() - started
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def limits(timer: Timer, device: torch.device, sizes: Sizes) -> dict[str, float]:
+    """What the device copies, read and written together, and multiplies."""
+    pair = torch.empty(2, sizes.copy_bytes, dtype=torch.uint8, device=device)
+    copy_s = timer(lambda: pair[1].copy_(pair[0]))
+    n = sizes.matrix
+    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16).unbind()
+    matmul_s = timer(lambda: a @ b)
+    return {
+        "copy_gb_s": 2 * sizes.copy_bytes / copy_s / 1e9,
+        "bf16_tflop_s": 2 * n**3 / matmul_s / 1e12,
+    }
+
+
+def attention_case(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype, queries: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """Sequences of (query length, length) in shuffled blocks of 16."""
+    counts = [-(-length // 16) for _, length in queries]
+    total = sum(counts)
+    shape = (total, sizes.kv_heads, 2, 16, sizes.head_dim)
+    cache = torch.empty(shape, device=device, dtype=dtype).normal_()
+    order = torch.randperm(total, device=device, dtype=torch.int32)
+    tables = torch.zeros(len(queries), max(counts), device=device, dtype=torch.int32)
+    start = 0
+    for n, count in enumerate(counts):
+        tables[n, :count] = order[start : start + count]
+        start += count
+    lens = torch.tensor([q for q, _ in queries], device=device)
+    zero = lens.new_zeros(1)
+    num_tokens = sum(q for q, _ in queries)
+    query = torch.empty(num_tokens, sizes.heads, sizes.head_dim, device=device, dtype=dtype)
+    return {
+        "query": query.normal_(),
+        "kv_cache": cache,
+        "block_tables": tables,
+        "cu_query_lens": torch.cat((zero, lens.cumsum(0))).int(),
+        "seq_lens": torch.tensor([n for _, n in queries], device=device, dtype=torch.int32),
+    }
+
+
+def attention_in_float64(case: dict[str, Any], scale: float) -> Tensor:
+    tables, cu = case["block_tables"], case["cu_query_lens"].tolist()
+    out = []
+    for n, length in enumerate(case["seq_lens"].tolist()):
+        chunk = case["query"][cu[n] : cu[n + 1]].double()
+        blocks = tables[n, : -(-length // 16)].long()
+        held = case["kv_cache"][blocks].double().permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        keys, values = held
+        grouped = chunk.unflatten(1, (len(keys), -1))
+        scores = torch.einsum("qhgd,hkd->hgqk", grouped, keys) * scale
+        at = torch.arange(length, device=keys.device)
+        seen = at <= at[-len(chunk) :, None]
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        out.append(torch.einsum("hgqk,hkd->qhgd", weights, values).flatten(1, 2))
+    return torch.cat(out)
+
+
+def proofs(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Row]:
+    """Each kernel's largest error against float64, of the largest number there is."""
+    rows: list[Row] = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    most = 16 * torch.finfo(dtype).eps
+
+    def check(name: str, found: Tensor, wanted: Tensor, allowed: float = most) -> None:
+        off = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+        rows.append({"kernel": name, "error": off.item(), "ok": bool(off <= allowed)})
+
+    def random(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype).normal_()
+
+    scale = sizes.head_dim**-0.5
+    longest = max(sizes.prompts[0], 40)
+    for queries in ([(1, longest), (1, 3), (1, 17)], [(longest - 7, longest), (1, 33), (5, 20)]):
+        case = attention_case(sizes, device, dtype, queries)
+        found = kernels.paged_attention(**case, scale=scale)
+        check(f"paged_attention {queries}", found, attention_in_float64(case, scale))
+    x, residual, weight = random(7, sizes.hidden), random(7, sizes.hidden), random(sizes.hidden)
+    total = (x + residual).double()
+    norm = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    check("add_rms_norm", kernels.add_rms_norm(x, residual, weight, 1e-5), norm)
+    gate_up = random(5, 2 * sizes.intermediate)
+    gate, up = gate_up.double().chunk(2, -1)
+    check("silu_mul", kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    check("gelu_mul", kernels.gelu_mul(gate_up), gelu)
+    whole = random(sizes.hidden, 256) / 16
+    for packed in (quantized_8(whole), quantized_4(whole)):
+        inputs = random(9, 256)
+        wanted = inputs.double() @ packed.dequantized(dtype).double().T
+        check(f"packed_linear {packed.bits}", kernels.packed_linear(inputs, packed, None), wanted)
+    first, second = random(5, 2 * 64, 128) / 11, random(5, 128, 64) / 8
+    scores = torch.stack([torch.randperm(5, device=device) for _ in range(33)]).to(dtype)
+    tokens = random(33, 128)
+    wanted = reference.moe(
+        tokens.double(), scores.double(), first.double(), second.double(), 2, True
+    )
+    check("moe", kernels.moe(tokens, scores, first, second, 2, True), wanted)
+    values, scales = fp8.quantize_rows(whole)
+    inputs = random(16, 256)
+    rows_8, row_scales = fp8.quantize_rows(inputs)
+    wanted = (rows_8.double() * row_scales.double()) @ (values.double() * scales.double()).T
+    check("fp8_linear", kernels.fp8_linear(inputs, values, scales.T.contiguous(), None), wanted)
+    rows += draw_proofs(kernels, device, sizes.vocab)
+    return rows
+
+
+def draw_proofs(kernels: Kernels, device: torch.device, vocab: int) -> list[Row]:
+    """The tokens that plain PyTorch draws, of rows of all kinds."""
+    kinds = [(0.0, 1.0, 0.0, 0), (1.0, 1.0, 0.0, 0), (0.7, 0.9, 0.0, 0), (1.0, 1.0, 0.05, 40)]
+    numbers = torch.tensor(
+        [[t, p, math.log(m) if m else -math.inf] for t, p, m, _ in kinds], dtype=torch.float64
+    ).repeat(8, 1)
+    words = torch.tensor([[k, 12345 + i, 7 * i] for i in range(8) for _, _, _, k in kinds])
+    logits = torch.randn(len(words), vocab) * 3
+    wanted = draws.draw(logits, numbers, words)
+    found = kernels.draw(logits.to(device), numbers.to(device), words.to(device)).cpu()
+    same = int((found == wanted).sum())
+    return [{"kernel": "draw", "same": same, "of": len(words), "ok": same == len(words)}]
+
+
+def timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) -> list[Row]:
+    dtype = torch.bfloat16
+    scale = sizes.head_dim**-0.5
+    token_bytes = 2 * sizes.kv_heads * sizes.head_dim * dtype.itemsize
+    rows: list[Row] = []
+    for batch in sizes.batches:
+        for context in sizes.contexts:
+            if batch * context * token_bytes > sizes.most_cache_bytes:
+                continue
+            case = attention_case(sizes, device, dtype, [(1, context)] * batch)
+            seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]
+            rows.append(
+                {
+                    "kernel": "decode attention", "batch": batch, "context": context,
+                    "ms": seconds * 1e3, "gb_s": batch * context * token_bytes / seconds / 1e9,
+                }
+            )  # fmt: skip
+            del case
+    for length in sizes.prompts:
+        case = attention_case(sizes, device, dtype, [(length, length)])
+        seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]
+        operations = 2 * length**2 * sizes.heads * sizes.head_dim
+        rows.append(
+            {
+                "kernel": "prefill attention", "length": length,
+                "ms": seconds * 1e3, "tflop_s": operations / seconds / 1e12,
+            }
+        )  # fmt: skip
+        del case
+    return rows + linear_timings(kernels, timer, device, sizes)
+
+
+def linear_timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) -> list[Row]:
+    """The gate and up projection in each way to keep it, and what stands beside products."""
+    rows: list[Row] = []
+    weight = torch.empty(2 * sizes.intermediate, sizes.hidden, device=device, dtype=torch.bfloat16)
+    weight.normal_(std=0.02)
+    small, smaller = quantized_8(weight), quantized_4(weight, min(128, sizes.hidden))
+    values, scales = fp8.quantize_rows(weight)
+    scales = scales.T.contiguous()
+    for count in (1, 16, 64, 512):
+        x = torch.randn(count, sizes.hidden, device=device).bfloat16()
+        for name, size, run in (
+            ("bf16", 2.0, lambda x=x: x @ weight.T),
+            ("fp8", 1.0, lambda x=x: kernels.fp8_linear(x, values, scales, None)),
+            ("int8", 1.0, lambda x=x: kernels.packed_linear(x, small, None)),
+            ("int4", 0.5, lambda x=x: kernels.packed_linear(x, smaller, None)),
+        ):
+            seconds = timer(run)
+            rows.append(
+                {
+                    "kernel": f"linear {name}", "rows": count, "ms": seconds * 1e3,
+                    "gb_s": weight.numel() * size / seconds / 1e9,
+                    "tflop_s": 2 * weight.numel() * count / seconds / 1e12,
+                }
+            )  # fmt: skip
+    logits = torch.randn(sizes.batches[-1], sizes.vocab, device=device)
+    numbers = torch.tensor([[0.8, 0.95, -math.inf]], device=device, dtype=torch.float64)
+    words = torch.tensor([[50, 1, 2]], device=device)
+    count = len(logits)
+    given = numbers.repeat(count, 1), words.repeat(count, 1)
+    seconds = timer(lambda: kernels.draw(logits, *given))
+    rows.append({"kernel": "draw top-k top-p", "rows": count, "ms": seconds * 1e3})
+    return rows
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    if device.type != "cuda":
+        return REFERENCE
+    from engine.kernels import triton
+
+    reason = triton.unavailable()
+    if reason is not None:
+        raise SystemExit(f"no kernels to measure: {reason}")
+    return triton.provide(REFERENCE)
