@@ -74,8 +74,9 @@ def test_no_promise_is_broken_on_sqlite(sqlite_cluster, oracle, faults):
     assert violations == [], result
 
 
-def test_the_checker_is_not_content_with_a_run_without_a_fence(cluster, oracle):
-    size = Size(num_jobs=120, num_faults=2)
-    result, violations = run(cluster, oracle, more.without_a_fence, size, slack_s=BUSY_S)
+def test_the_checker_is_not_content_with_a_run_without_a_fence(tmp_path, tiny_llama_dir, oracle):
+    size = Size(num_jobs=200, num_faults=3)
+    with Cluster(tmp_path / "c", tiny_llama_dir, env={"CHAOS_NO_FENCE": "1"}) as cluster:
+        result, violations = run(cluster, oracle, more.without_a_fence, size, slack_s=BUSY_S)
     assert result.stops >= 1
     assert "I2" in {violation.invariant for violation in violations}
