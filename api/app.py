@@ -31,6 +31,7 @@ from api.routes import (
     models,
     responses,
     submit,
+    webhooks,
 )
 from api.services import Services
 from api.sql import Sql
@@ -42,7 +43,7 @@ from jobs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-ROUTES = (submit, jobs, events, completions, responses, models, health, metrics, admin)
+ROUTES = (submit, jobs, events, completions, responses, models, health, metrics, admin, webhooks)
 
 RESTART_S = 1.0
 CPU_THREADS = 2  # more only take turns at the interpreter's lock

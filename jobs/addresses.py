@@ -1,6 +1,9 @@
-"""Which hosts are this machine alone."""
+"""Which hosts are this machine alone, and which addresses are anybody's: RFC 6890 and its kin."""
 
 import ipaddress
+import socket
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_loopback(host: str) -> bool:
@@ -11,3 +14,34 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def literal_address_is_public(host: str) -> bool:
+    """False for an address that is not public, in any of its spellings (0x7f000001, 127.1), and for
+    this machine's name. A name has to be asked for, which is not done here."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return False
+    try:
+        return is_public(host)
+    except ValueError:
+        pass
+    try:
+        return is_public(socket.inet_ntoa(socket.inet_aton(host)))
+    except OSError:
+        return True
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet, and no way round to another.
+
+    An IPv6 address that carries an IPv4 one counts by that: mapped, NAT64, 6to4, Teredo.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        if ip.sixtofour is not None or ip.teredo is not None:
+            return False
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+    return ip.is_global and not ip.is_multicast

@@ -16,6 +16,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    and_,
     literal_column,
     text,
 )
@@ -72,6 +73,7 @@ class Job(Base):
     tenant_id: Mapped[str] = mapped_column(String(64), server_default="default")  # see jobs.tenants
     stream: Mapped[str | None] = mapped_column(String(8))  # live, kept; null: nobody streams it
     pieces: Mapped[str | None]  # of one that is kept: what its tokens said, see jobs.streams
+    announced_at: Mapped[float | None]  # its end became an event, if it is one that does
 
 
 class Worker(Base):
@@ -136,6 +138,40 @@ class ApiKey(Base):
     revoked_at: Mapped[float | None]
 
 
+class WebhookEndpoint(Base):
+    """Where a tenant's events are sent."""
+
+    __tablename__ = "webhook_endpoints"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str]
+    url: Mapped[str]
+    event_types: Mapped[str]  # JSON list
+    secret: Mapped[str]  # as it was told: signing needs it
+    created_at: Mapped[float]
+
+
+class WebhookDelivery(Base):
+    """One event on its way to one endpoint."""
+
+    __tablename__ = "webhook_deliveries"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    endpoint_id: Mapped[str] = mapped_column(String(64))
+    event_id: Mapped[str] = mapped_column(String(64))
+    event_type: Mapped[str]
+    payload: Mapped[str]  # JSON
+    num_tries: Mapped[int]
+    next_try_at: Mapped[float | None]  # null: delivered, or given up
+    delivered_at: Mapped[float | None]
+    tried_at: Mapped[float | None]
+    status_code: Mapped[int | None]
+    error: Mapped[str | None]
+    created_at: Mapped[float]
+
+
 def _table(model: type[Base]) -> Table:
     table = model.__table__
     assert isinstance(table, Table)
@@ -144,10 +180,18 @@ def _table(model: type[Base]) -> Table:
 
 jobs, workers, idempotency_keys = _table(Job), _table(Worker), _table(IdempotencyKey)
 tenants, api_keys = _table(Tenant), _table(ApiKey)
+webhook_endpoints, webhook_deliveries = _table(WebhookEndpoint), _table(WebhookDelivery)
 
 # spelled as constants: no planner proves that a partial index applies to a state it is not told
 QUEUED = jobs.c.state == literal_column("'queued'")
 RUNNING = jobs.c.state == literal_column("'running'")
+# of responses that have ended, those whose end is no event yet; worded as its index has it
+_UNANNOUNCED = "url = '/v1/responses' AND finished_at IS NOT NULL AND announced_at IS NULL"
+ENDED_RESPONSE = and_(
+    jobs.c.url == literal_column("'/v1/responses'"),
+    jobs.c.finished_at.is_not(None),
+    jobs.c.announced_at.is_(None),
+)
 
 # columns of a job that ends with nobody to go on from its checkpoint
 LOST: dict[str, Any] = {
@@ -169,6 +213,15 @@ _partial("jobs_due", jobs.c.deadline_at, where="state = 'queued' AND deadline_at
 _partial("jobs_running", jobs.c.worker_id, where="state = 'running'")
 _partial("jobs_custom_id", jobs.c.tenant_id, jobs.c.custom_id, where="custom_id IS NOT NULL")
 _partial("jobs_batch_id", jobs.c.tenant_id, jobs.c.batch_id, where="batch_id IS NOT NULL")
+_partial("jobs_to_announce", jobs.c.finished_at, where=_UNANNOUNCED)
+_partial(
+    "webhook_deliveries_due", webhook_deliveries.c.next_try_at, where="next_try_at IS NOT NULL"
+)
+Index("webhook_endpoints_of", webhook_endpoints.c.tenant_id)
+Index(
+    "webhook_deliveries_of",
+    *(webhook_deliveries.c[name] for name in ("tenant_id", "endpoint_id", "created_at")),
+)
 # what a tenant's quotas count
 _partial("jobs_queued_of", jobs.c.tenant_id, where="state = 'queued'")
 _partial("jobs_running_of", jobs.c.tenant_id, where="state = 'running'")

@@ -222,6 +222,13 @@ class Settings:
         86_400.0, "How long an Idempotency-Key is remembered.", unit="seconds", low=1,
         high=31_536_000,
     )  # fmt: skip
+    webhook_timeout_s: float = _setting(
+        10.0, "Longest wait for a webhook's receiver, from its address to its reply's status.",
+        unit="seconds", low=0.1, high=60,
+    )  # fmt: skip
+    webhook_private_addresses: bool = _setting(
+        False, "Let webhooks go to addresses that are not public, this machine's among them."
+    )
     database_pool: int = _setting(
         5, "Database connections of one process; an API has half to read, half to write, 2 more.",
         low=1, high=1000,

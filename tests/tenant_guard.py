@@ -45,6 +45,7 @@ ALL_TENANTS = {
     "jobs.keys.find": "a key says which tenant it is of",
     "jobs.keys.list_keys": "the operator's",
     "jobs.keys.revoke": "the operator's",
+    "jobs.lately._ended": "metrics",
     "jobs.quotas.held_back": "a worker's: ids come from the runway",
     "jobs.store.counts": "metrics",
     "jobs.store.ended": "which jobs have ended, of ids whose waiters have been let in",
@@ -54,6 +55,9 @@ ALL_TENANTS = {
     "jobs.sweep.purge": "the sweeper's",
     "jobs.sweep.reap": "the sweeper's",
     "jobs.sweep.republish": "the sweeper's",
+    "jobs.webhooks.announce": "the sweeper's",
+    "jobs.webhooks.purge": "the sweeper's",
+    "jobs.webhooks.take_due": "the sweeper's",
 }
 
 LOOKS = 30  # at the statements of one line: a simulation runs it a million times

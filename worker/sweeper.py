@@ -18,6 +18,7 @@ from jobs.events import Channel, Publisher
 from jobs.lifecycle import TERMINAL
 from jobs.runway import Runway, RunwayDown
 from jobs.settings import Settings
+from worker.courier import Courier
 
 PURGE_EVERY_S = 60.0
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def run(settings: Settings, stop: threading.Event) -> None:
     """Sweep every `sweep_s` seconds until `stop` is set. Raises WrongSchema."""
-    with Sweeper(settings) as sweeper:
+    with Sweeper(settings) as sweeper, Courier(settings):
         while not stop.wait(settings.sweep_s):
             sweeper.sweep()
 

@@ -1,0 +1,60 @@
+"""Webhook endpoints over HTTP: made, changed, tried, their log; nothing odd gets in."""
+
+import pytest
+
+from tests.api.conftest import error_of
+
+NEW = {"name": "shop", "url": "https://shop.example/hooks", "event_types": ["batch.completed"]}
+PATH = "/v1/webhook_endpoints"
+
+
+def test_an_endpoint_from_its_making_to_its_end(client):
+    made = client.post(PATH, json=NEW).json()
+    assert made["signing_secret"].startswith("whsec_")
+    shown = {name: value for name, value in made.items() if name != "signing_secret"}
+    assert client.get(PATH).json()["data"] == [shown]
+    changed = client.post(f"{PATH}/{made['id']}", json={"name": "other"}).json()
+    assert (changed["name"], changed["url"]) == ("other", NEW["url"])
+    rotated = client.post(f"{PATH}/{made['id']}/rotate_secret").json()
+    assert rotated["signing_secret"] != made["signing_secret"]
+    ping = client.post(f"{PATH}/{made['id']}/test").json()
+    assert (ping["event_type"], ping["status"]) == ("webhook.ping", "pending")
+    [logged] = client.get(f"{PATH}/{made['id']}/deliveries").json()["data"]
+    assert logged == ping
+    again = client.post(f"{PATH}/{made['id']}/deliveries/{ping['id']}/redeliver").json()
+    assert again["event_id"] == ping["event_id"]
+    assert client.delete(f"{PATH}/{made['id']}").json()["deleted"] is True
+    for method, path in (
+        ("GET", ""), ("POST", "/test"), ("GET", "/deliveries"), ("DELETE", ""),
+        ("POST", "/rotate_secret"), ("POST", f"/deliveries/{ping['id']}/redeliver"),
+    ):  # fmt: skip
+        reply = client.request(method, f"{PATH}/{made['id']}{path}")
+        assert reply.status_code == 404
+        assert error_of(reply)["code"] == "webhook_not_found"
+    assert client.get(f"{PATH}/%00").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"url": "ftp://shop.example"}, "url"),
+        ({"url": "https://user:pass@shop.example/"}, "url"),
+        ({"url": "https://shop.example/#x"}, "url"),
+        ({"url": "https://"}, "url"),
+        ({"url": "https://shop.example:99999/"}, "url"),
+        ({"url": "http://a b/"}, "url"),
+        ({"url": "https://127.0.0.1/"}, "url"),
+        ({"url": "http://[::1]:8000/"}, "url"),
+        ({"url": "http://169.254.169.254/latest"}, "url"),
+        ({"url": "http://0x7f000001/"}, "url"),
+        ({"url": "http://localhost:8000/"}, "url"),
+        ({"event_types": []}, "event_types"),
+        ({"event_types": ["job.completed"]}, "event_types.0"),
+        ({"name": ""}, "name"),
+        ({"secret": "mine"}, "secret"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(sqlite_client, changes, param):
+    reply = sqlite_client.post(PATH, json=NEW | changes)
+    assert reply.status_code == 400, reply.text
+    assert error_of(reply)["param"] == param
