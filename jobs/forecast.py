@@ -255,7 +255,7 @@ def _running(connection: Connection, model: str) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """A model's queued jobs, taken together."""
+    """A model's queued jobs of one priority, taken together."""
 
     oldest_created_at: float
     prompt_tokens: int
@@ -269,19 +269,20 @@ class Backlog:
         )
 
 
-def backlogs(connection: Connection) -> dict[str, Backlog]:
-    """The backlog of each model that has one."""
+def backlogs(connection: Connection) -> dict[tuple[str, int], Backlog]:
+    """The backlog of each model and priority that has one."""
     query = (
         select(
             jobs.c.model,
+            jobs.c.priority,
             func.min(jobs.c.created_at),
             func.sum(jobs.c.prompt_tokens),
             func.sum(jobs.c.max_tokens),
         )
         .where(QUEUED)
-        .group_by(jobs.c.model)
+        .group_by(jobs.c.model, jobs.c.priority)
     )
     return {
-        model: Backlog(oldest, int(prompt_tokens), int(max_tokens))
-        for model, oldest, prompt_tokens, max_tokens in connection.execute(query)
+        (model, priority): Backlog(oldest, int(prompt_tokens), int(max_tokens))
+        for model, priority, oldest, prompt_tokens, max_tokens in connection.execute(query)
     }

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from api.services import ServicesDep
 from jobs import store
 from jobs.forecast import Backlog, backlogs
+from jobs.lately import WINDOW_S, Lately, lately
 from jobs.lifecycle import JobState
 from jobs.records import WorkerRecord
 
@@ -72,15 +73,17 @@ class Snapshot(Collector):
         self.counts: Counter[tuple[str, JobState]] = Counter()
         for (model, state), number in store.counts(connection).items():
             self.counts[model if model in served else OTHER, state] += number
-        self.backlogs: dict[str, Backlog] = {}
-        for model, backlog in backlogs(connection).items():
-            name = model if model in served else OTHER
-            self.backlogs[name] = self.backlogs.get(name, Backlog(now, 0, 0)) + backlog
+        self.backlogs: dict[tuple[str, int], Backlog] = {}
+        for (model, priority), backlog in backlogs(connection).items():
+            key = (model if model in served else OTHER, priority)
+            self.backlogs[key] = self.backlogs.get(key, Backlog(now, 0, 0)) + backlog
+        self.lately = {model: lately(connection, model, now) for model in sorted(served)}
         self.workers = store.live_workers(connection, now)
 
     def collect(self) -> Iterator[Metric]:
         yield from _jobs(self.models, self.counts)
         yield from _queue(self.models, self.backlogs, self.now)
+        yield from _lately(self.lately)
         yield from _engines(self.workers)
 
 
@@ -92,10 +95,12 @@ def _jobs(models: Sequence[str], counts: Counter[tuple[str, JobState]]) -> Itera
     yield jobs
 
 
-def _queue(models: Sequence[str], backlogs: dict[str, Backlog], now: float) -> Iterator[Metric]:
-    labels = ["model"]
+def _queue(
+    models: Sequence[str], backlogs: dict[tuple[str, int], Backlog], now: float
+) -> Iterator[Metric]:
+    labels = ["model", "priority"]
     age = GaugeMetricFamily(
-        "tokenmill_queue_age_seconds", "Age of the oldest queued job.", labels=labels
+        "tokenmill_queue_age_seconds", "Age of the oldest queued job.", labels=["model"]
     )
     prompt = GaugeMetricFamily(
         "tokenmill_waiting_prompt_tokens", "Prompt tokens of queued jobs.", labels=labels
@@ -104,11 +109,40 @@ def _queue(models: Sequence[str], backlogs: dict[str, Backlog], now: float) -> I
         "tokenmill_waiting_max_tokens", "Most tokens queued jobs may generate.", labels=labels
     )
     for model in models:
-        backlog = backlogs.get(model, Backlog(now, 0, 0))
-        age.add_metric([model], max(0.0, now - backlog.oldest_created_at))
-        prompt.add_metric([model], backlog.prompt_tokens)
-        output.add_metric([model], backlog.max_tokens)
+        waiting = {key[1]: backlog for key, backlog in backlogs.items() if key[0] == model}
+        oldest = min((each.oldest_created_at for each in waiting.values()), default=now)
+        age.add_metric([model], max(0.0, now - oldest))
+        for priority, backlog in sorted((waiting or {0: Backlog(now, 0, 0)}).items()):
+            prompt.add_metric([model, str(priority)], backlog.prompt_tokens)
+            output.add_metric([model, str(priority)], backlog.max_tokens)
     yield from (age, prompt, output)
+
+
+def _lately(models: dict[str, Lately]) -> Iterator[Metric]:
+    """Of jobs that ended in the last minutes: gauges, for SQL may be emptied of its jobs."""
+    ago = f"jobs that ended in the last {WINDOW_S:g} s"
+    for name, meaning in (
+        ("num_jobs", f"Number of {ago}, at most 500 of each state."),
+        ("num_attempts", f"Attempts of {ago}."),
+        ("wasted_tokens", f"Tokens generated for {ago}, and in no output."),
+    ):
+        short = name.removeprefix("num_")
+        gauge = GaugeMetricFamily(f"tokenmill_recent_{short}", meaning, labels=["model"])
+        for model, seen in models.items():
+            gauge.add_metric([model], getattr(seen, name))
+        yield gauge
+    for name, short, meaning in (
+        ("queue_s", "queue", f"Seconds from acceptance to the start, of {ago}."),
+        ("ttft_s", "ttft", f"Seconds from acceptance to the first token, of {ago}."),
+        ("tpot_s", "tpot", f"Seconds for each token after the first, of {ago}."),
+    ):
+        gauge = GaugeMetricFamily(
+            f"tokenmill_recent_{short}_seconds", meaning, labels=["model", "quantile"]
+        )
+        for model, seen in models.items():
+            for quantile, value in getattr(seen, name).items():
+                gauge.add_metric([model, f"{quantile:g}"], value)
+        yield gauge
 
 
 def _engines(workers: Sequence[WorkerRecord]) -> Iterator[Metric]:

@@ -48,10 +48,32 @@ def test_jobs_are_counted_by_state_and_model(client, hands):
     assert seen["tokenmill_jobs", "queued", MODEL] == 1
     assert seen["tokenmill_jobs", "succeeded", MODEL] == 1
     assert seen["tokenmill_jobs", "failed", MODEL] == 0
-    assert seen["tokenmill_waiting_max_tokens", MODEL] == 7
-    assert seen["tokenmill_waiting_prompt_tokens", MODEL] > 0
+    assert seen["tokenmill_waiting_max_tokens", "0", MODEL] == 7
+    assert seen["tokenmill_waiting_prompt_tokens", "0", MODEL] > 0
     assert seen["tokenmill_queue_age_seconds", MODEL] >= 0
     assert seen["tokenmill_workers", MODEL] == 1
+
+
+def test_tokens_wait_by_priority(client):
+    submit(client, completion(max_tokens=7), priority=3)
+    submit(client, completion(max_tokens=5), priority=-1)
+    seen = samples(client)
+    assert seen["tokenmill_waiting_max_tokens", "3", MODEL] == 7
+    assert seen["tokenmill_waiting_max_tokens", "-1", MODEL] == 5
+
+
+def test_the_last_minutes_say_how_long_jobs_took_and_what_they_wasted(client, hands):
+    for wasted in (0, 6):
+        claimed = hands.claim(submit(client)["id"])
+        moment = hands.call(lambda connection, now: now)
+        hands.finish(claimed, first_token_at=moment, finished_at=moment + 6, wasted_tokens=wasted)
+    seen = samples(client)
+    assert seen["tokenmill_recent_jobs", MODEL] == 2
+    assert seen["tokenmill_recent_attempts", MODEL] == 2
+    assert seen["tokenmill_recent_wasted_tokens", MODEL] == 6
+    assert abs(seen["tokenmill_recent_tpot_seconds", "0.5", MODEL] - 2) < 1e-3
+    assert 0 < seen["tokenmill_recent_ttft_seconds", "0.99", MODEL] < 60
+    assert 0 <= seen["tokenmill_recent_queue_seconds", "0.9", MODEL] < 60
 
 
 def test_jobs_of_models_not_served_are_one_series(client, hands):
@@ -69,9 +91,9 @@ def test_jobs_of_models_not_served_are_one_series(client, hands):
     assert {key[1] for key in seen if key[0] == "tokenmill_queue_age_seconds"} == {MODEL, OTHER}
     assert seen["tokenmill_jobs", *sorted(("queued", OTHER))] == 2
     assert seen["tokenmill_jobs", "cancelled", OTHER] == 1
-    assert seen["tokenmill_waiting_prompt_tokens", OTHER] == 4
-    assert seen["tokenmill_waiting_max_tokens", OTHER] == 6
-    assert seen["tokenmill_waiting_max_tokens", MODEL] == 7
+    assert seen["tokenmill_waiting_prompt_tokens", "0", OTHER] == 4
+    assert seen["tokenmill_waiting_max_tokens", "0", OTHER] == 6
+    assert seen["tokenmill_waiting_max_tokens", "0", MODEL] == 7
 
 
 def test_engines_show_what_their_workers_said(client, hands):
