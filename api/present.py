@@ -32,6 +32,7 @@ class Presenter:
                 record,
                 forecasts[record.model].position(record),
                 forecasts[record.model].eta_s(record, now),
+                forecasts[record.model].start_s(record),
             )
             for record in records
         ]
@@ -76,6 +77,7 @@ def job_object(
     record: JobRecord,
     queue_position: int | None = None,
     eta_s: tuple[float, float] | None = None,
+    start_s: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Every field is listed: nothing of the row is shown that is not meant to be."""
     response = None
@@ -100,9 +102,17 @@ def job_object(
         "finished_at": record.finished_at,
         "deadline_at": record.deadline_at,
         "queue_position": queue_position,
-        "eta_s": None if eta_s is None else {"low": round(eta_s[0], 3), "high": round(eta_s[1], 3)},
+        "start_s": _interval(start_s),
+        "eta_s": _interval(eta_s),
         "response": response,
         "error": record.error,
         "usage": record.usage,
         "timings": record.timings,
     }
+
+
+def _interval(seconds: tuple[float, float] | None) -> dict[str, float] | None:
+    if seconds is None:
+        return None
+    low, high = seconds
+    return {"low": round(low, 3), "high": round(high, 3)}

@@ -119,6 +119,13 @@ class Forecast:
         # a job that runs longer than all others did is past what the past can tell
         return None if high <= 0 else (max(0.0, low), high)
 
+    def start_s(self, job: JobRecord) -> tuple[float, float] | None:
+        """Seconds until a queued job starts, at least and at most, None when nobody can know."""
+        position = self.position(job)
+        if self.pace is None or position is None:
+            return None
+        return self._wait_s(self.pace, position - 1)
+
     def _wait_s(self, pace: Pace, num_ahead: int) -> tuple[float, float]:
         mean = pace.mean_share * self._tokens_ahead[num_ahead]
         spread = DEVIATIONS * pace.share_deviation * self._squares_ahead[num_ahead] ** 0.5

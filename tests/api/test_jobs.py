@@ -140,6 +140,8 @@ def test_a_forecast_appears_once_jobs_have_ended(client, hands):
     until(lambda: client.get(url).json()["eta_s"] is not None)  # a forecast is kept for a second
     eta_s = client.get(url).json()["eta_s"]
     assert set(eta_s) == {"low", "high"}
+    start_s = client.get(url).json()["start_s"]
+    assert 0 <= start_s["low"] <= start_s["high"] < 60
     assert 0 <= eta_s["low"] <= eta_s["high"] < 60
 
 

@@ -16,7 +16,7 @@ from tests.api.conftest import MODEL, chat, completion, error_of, serving, submi
 JOB_KEYS = {
     "id", "object", "custom_id", "url", "model", "status", "priority", "attempt", "max_attempts",
     "batch_id", "metadata", "created_at", "started_at", "first_token_at", "finished_at",
-    "deadline_at", "queue_position", "eta_s", "response", "error", "usage", "timings",
+    "deadline_at", "queue_position", "start_s", "eta_s", "response", "error", "usage", "timings",
 }  # fmt: skip
 
 
@@ -41,7 +41,15 @@ def test_a_job_is_answered_by_its_job_object(client):
     assert job["deadline_at"] == pytest.approx(job["created_at"] + 600, abs=0.001)
     assert abs(job["created_at"] - time.time()) < 60
     assert job["queue_position"] == 1
-    for name in ("started_at", "first_token_at", "finished_at", "response", "error", "eta_s"):
+    for name in (
+        "started_at",
+        "first_token_at",
+        "finished_at",
+        "response",
+        "error",
+        "start_s",
+        "eta_s",
+    ):
         assert job[name] is None
     assert job["usage"]["prompt_tokens"] > 0
     assert job["usage"]["completion_tokens"] == 0

@@ -97,10 +97,13 @@ class Bench:
         return pid
 
 
-def add(key: str, max_tokens: int = 10, prompt=(5, 6, 7), generated=(), **options) -> Add:
+def add(
+    key: str, max_tokens: int = 10, prompt=(5, 6, 7), generated=(), cache_salt="", **options
+) -> Add:
     usual = {"temperature": 0.0, "ignore_eos": True}
     params = SamplingParams(max_tokens=max_tokens, **usual | options)
-    return Add(key, list(prompt), params, 0, None, [list(ids) for ids in generated])
+    kept = [list(ids) for ids in generated]
+    return Add(key, list(prompt), params, 0, None, kept, cache_salt=cache_salt)
 
 
 def gone(pid: int) -> bool:
@@ -315,3 +318,14 @@ def test_a_form_is_kept_one_that_is_none_is_refused_and_the_trial_ends_with_its_
     while not gone(trial.pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_tenants_share_no_prefix(running):
+    cached = []
+    for number, tenant in enumerate(("acme", "acme", "globex", "globex")):
+        prompt = [7] * 100
+        running.client.send(add(f"salt{number}", prompt=prompt, cache_salt=tenant))
+        [ended] = running.until(lambda step: step.ended).ended
+        cached.append(ended.cached_tokens)
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == cached[3] > 0
