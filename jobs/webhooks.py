@@ -11,7 +11,7 @@ WebhookError
 
 import base64
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,10 +20,10 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, u
 
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import ENDED_RESPONSE, jobs, webhook_deliveries, webhook_endpoints
+from jobs.openai_response_object import response_id
 from jobs.records import new_job_id
 from jobs.rows import decode, encode, picked
 
-RESPONSES_URL = "/v1/responses"
 MAX_ENDPOINTS = 32  # of one tenant
 MAX_DELIVERIES_LISTED = 100
 # seconds after each try that failed; after the last of them it is given up: some six hours in all
@@ -212,13 +212,12 @@ def announce(connection: Connection, now: float) -> int:
         update(jobs)
         .where(jobs.c.id.in_(picked(ended)), jobs.c.announced_at.is_(None))
         .values(announced_at=now)
-        .returning(jobs.c.id, jobs.c.tenant_id, jobs.c.state, jobs.c.finish_reason, jobs.c.body)
+        .returning(jobs.c.id, jobs.c.tenant_id, jobs.c.state, jobs.c.output, jobs.c.body)
     ).all()
     for row in rows:
         if decode(row.body).get("background") is True:
-            event_type = _event_of(JobState(row.state), row.finish_reason)
-            response_id = "resp_" + row.id.removeprefix("job_")
-            record(connection, row.tenant_id, event_type, response_id, now=now)
+            event_type = _event_of(JobState(row.state), decode(row.output))
+            record(connection, row.tenant_id, event_type, response_id(row.id), now=now)
     return len(rows)
 
 
@@ -326,10 +325,11 @@ def purge(connection: Connection, now: float) -> None:
     )
 
 
-def _event_of(state: JobState, finish_reason: str | None) -> EventType:
+def _event_of(state: JobState, response: Mapping[str, Any] | None) -> EventType:
     assert state in TERMINAL
     if state is JobState.SUCCEEDED:
-        cut = finish_reason == "length"
+        assert response is not None
+        cut = response.get("status") == "incomplete"
         return EventType.RESPONSE_INCOMPLETE if cut else EventType.RESPONSE_COMPLETED
     cancelled = state is JobState.CANCELLED
     return EventType.RESPONSE_CANCELLED if cancelled else EventType.RESPONSE_FAILED

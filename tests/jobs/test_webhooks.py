@@ -32,8 +32,8 @@ def sent(bench, hook):
 def test_each_end_of_a_background_response_is_one_event(bench):
     hook = endpoint(bench)
     endings = {
-        "response.completed": {"finish_reason": "stop"},
-        "response.incomplete": {"finish_reason": "length"},
+        "response.completed": {"output": {"status": "completed"}},
+        "response.incomplete": {"output": {"status": "incomplete"}},
     }
     bench.register()
     expected = set()
