@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import httpcore
-from sqlalchemy.exc import SQLAlchemyError
 from standardwebhooks import Webhook
 
 from jobs import webhooks
@@ -24,11 +23,11 @@ from jobs.addresses import is_public
 from jobs.database import Database, transient, trouble
 from jobs.settings import Settings
 from jobs.webhooks import Due
-from worker.guard import start_thread
 
 THREADS = 8
 PURGE_EVERY_S = 600.0
 STOP_S = 5.0
+AGAIN_S = 5.0  # after a round that failed
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,9 @@ class Courier:
         self._away = False
 
     def __enter__(self) -> "Courier":
-        self._thread = start_thread("courier", self._run)
+        # a daemon: a receiver that hangs must not keep the process from ending
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,16 +62,19 @@ class Courier:
         self._database.dispose()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._settings.sweep_s):
+        pause_s = self._settings.sweep_s
+        while not self._stop.wait(pause_s):
+            pause_s = self._settings.sweep_s
             try:
                 self.round()
                 self._away = False
-            except SQLAlchemyError as error:
+            except Exception as error:  # the edge of this thread: recorded, and begun again
                 if not transient(error):
-                    raise
-                if not self._away:
+                    logger.exception("webhooks failed")
+                elif not self._away:
                     logger.warning("webhooks wait: %s", trouble(error))
                 self._away = True
+                pause_s = max(pause_s, AGAIN_S)
 
     def round(self) -> int:
         """Everything that is due now, once; how many deliveries were tried."""
