@@ -10,6 +10,7 @@ named as left out. `--dry` goes the same way on a CPU with tiny shapes: its numb
 """
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -170,9 +171,11 @@ def run(device: torch.device, seconds: float, dry: bool) -> dict[str, Any]:
             0 if dry else LEAST_S,
         )
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
             if name == "Llama-3.1-8B" and kind == "none":
                 report.section("generate_batch", lambda: generate_batch(device, 256), LEAST_S)
+                gc.collect()
                 torch.cuda.empty_cache()
     return report.found
 

@@ -9,6 +9,7 @@ import secrets
 import pytest
 import torch
 
+from engine.kernels.reference import NO_SLOT
 from engine.kernels.registry import PROVIDERS, REFERENCE, select_kernels
 from tests.engine.kernels import oracle
 
@@ -140,10 +141,12 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(kernels, device, dty
     # as a layer hands them over: slices of one wider tensor
     fused = normal(len(slots), 2 * heads + 1, dim, dtype=dtype, device=device)
     key, value = fused[:, 1 : heads + 1], fused[:, heads + 1 :]
+    slots[draw.randrange(len(slots))] = NO_SLOT  # of a token that a step was padded with
     expected = cache.clone()
     for token, slot in enumerate(slots):
-        expected[slot // block_size, :, 0, slot % block_size] = key[token]
-        expected[slot // block_size, :, 1, slot % block_size] = value[token]
+        if slot != NO_SLOT:
+            expected[slot // block_size, :, 0, slot % block_size] = key[token]
+            expected[slot // block_size, :, 1, slot % block_size] = value[token]
     kernels.store_kv(key, value, cache, torch.tensor(slots, device=device))
     assert torch.equal(cache, expected)
 

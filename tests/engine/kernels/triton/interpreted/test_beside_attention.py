@@ -6,6 +6,7 @@ import secrets
 import pytest
 import torch
 
+from engine.kernels.reference import NO_SLOT
 from engine.kernels.triton import copy, gates, norm, store
 from tests.engine.kernels import oracle
 
@@ -103,11 +104,13 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(draw, dtype):
     fused = torch.randn(5, 7, 64).to(dtype)
     key, value = fused[:, 1:4], fused[:, 4:]
     slots = torch.tensor(draw.sample(range(4 * 16), 5))
+    slots[draw.randrange(5)] = NO_SLOT
     cache = torch.randn(4, 3, 2, 16, 64).to(dtype)
     expected = cache.clone()
     for token, slot in enumerate(slots.tolist()):
-        expected[slot // 16, :, 0, slot % 16] = key[token]
-        expected[slot // 16, :, 1, slot % 16] = value[token]
+        if slot != NO_SLOT:
+            expected[slot // 16, :, 0, slot % 16] = key[token]
+            expected[slot // 16, :, 1, slot % 16] = value[token]
     store.store_kv(key, value, cache, slots)
     assert torch.equal(cache, expected)
 
