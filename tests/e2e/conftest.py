@@ -60,7 +60,13 @@ def environment(data_dir: Path, **settings: object) -> dict[str, str]:
     return environ | given | {"TOKENMILL_DATA_DIR": str(data_dir), "PYTHONPATH": str(REPOSITORY)}
 
 
-def start_up(folder: Path, model_dir: Path, *arguments: str, **settings: object) -> Up:
+def start_up(
+    folder: Path,
+    model_dir: Path,
+    *arguments: str,
+    environ: dict[str, str] | None = None,
+    **settings: object,
+) -> Up:
     """Start `tokenmill up` with the model `tiny`, and wait until it is ready."""
     data_dir, log = folder / "data", folder / "up.log"
     port = free_port()
@@ -68,7 +74,7 @@ def start_up(folder: Path, model_dir: Path, *arguments: str, **settings: object)
     # job in its midst
     defaults = {"threads": 1, "kernels": "reference", "beat_s": 0.3, "lease_s": 3}
     defaults["drain_grace_s"] = 10
-    environ = environment(data_dir, port=port, **(defaults | settings))
+    environ = environment(data_dir, port=port, **(defaults | settings)) | (environ or {})
     command = [*TOKENMILL, "up", "--model", f"tiny={model_dir}", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environ, cwd=folder, stdout=output, stderr=output)
