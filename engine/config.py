@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from engine.sampling_params import MAX_N
 
 MAX_DRAFT_TOKENS = 32
+MAX_RANKS = 64  # of one machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"  # auto: compiled ones where they run; reference: plain PyTorch
     device: str = "auto"  # auto, cpu, cuda, cuda:N
+    # processes that compute one model together: on as many GPUs, from cuda:0 on
+    tensor_parallel: int = 1
     block_size: int = 16  # tokens per KV block
     num_blocks: int | None = None  # KV blocks; None: from kv_cache_bytes
     kv_cache_bytes: int = 1 << 30  # memory for the KV cache when num_blocks is None (CPU)
@@ -68,9 +71,25 @@ class EngineConfig:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if self.speculation not in ("off", "ngram"):
             raise ValueError(f"speculation must be off or ngram, got {self.speculation!r}")
-        for name in ("num_draft_tokens", "block_size", "max_num_seqs", "kv_cache_bytes", "max_n"):
+        if self.tensor_parallel > 1 and re.search(r"\d", self.device):
+            raise ValueError(
+                f"device must be auto, cpu or cuda with tensor_parallel, got {self.device!r}"
+            )
+        for name in (
+            "tensor_parallel",
+            "num_draft_tokens",
+            "block_size",
+            "max_num_seqs",
+            "kv_cache_bytes",
+            "max_n",
+        ):
             _check_positive(name, getattr(self, name))
-        for name, most in (("max_n", MAX_N), ("num_draft_tokens", MAX_DRAFT_TOKENS)):
+        for name, most in (
+            ("max_n", MAX_N),
+            ("num_draft_tokens", MAX_DRAFT_TOKENS),
+            ("tensor_parallel", MAX_RANKS),
+        ):
+            _check_positive(name, getattr(self, name))
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if type(self.step_target_ms) is not int or self.step_target_ms < 0:

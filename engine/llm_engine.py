@@ -273,6 +273,10 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         return self._totals.stats(self._scheduler, self.config, len(self._waiting_for_forms))
 
+    def close(self) -> None:
+        """End the other processes of its model, where there are any. No step can follow."""
+        self._runner.close()
+
     def check(self) -> None:
         """Assert that the books balance."""
         self._scheduler.check()

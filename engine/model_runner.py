@@ -4,7 +4,6 @@ Owns the model and the KV cache's memory. Knows nothing of text, or of which seq
 """
 
 import logging
-import math
 from collections import abc
 from typing import Protocol, runtime_checkable
 
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from engine import logits_processors
 from engine.assumed import UNKNOWN, may_stay_unknown
-from engine.beam_search import Candidates
+from engine.collectives import ALONE, Group
 from engine.config import EngineConfig
+from engine.crew import Crew
 from engine.cuda_graphs import DecodeGraphs, cuda_capture, padding, sizes_for
-from engine.draws import Draws, confirmed
+from engine.draws import Draws
 from engine.kernels.memory import sent
 from engine.kernels.registry import REFERENCE, select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
@@ -34,15 +34,16 @@ from engine.models.packing import (
 )
 from engine.models.step_times import max_num_batched_tokens
 from engine.sampler import (
-    NumericalError,
     SampledRow,
     draw_on_device,
     sample,
 )
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.step_batch import StepBatch, plan_arrays
+from engine.step_batch import StepArrays, StepBatch, plan_arrays
+from engine.step_message import decode_step, encode_step
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.step_result import Drawn, Known, Launched, OnDevice, StepResult
+from engine.step_scores import confirm, score_drawn, score_known
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Runner(Protocol):
     model_id: bytes
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -81,10 +84,37 @@ class ModelRunner:
         *,
         eos_token_ids: frozenset[int] = frozenset(),  # the tokenizer's, beside the checkpoint's
         on_compile: abc.Callable[[], None] = lambda: None,  # before kernels are compiled, if any
+        group: Group | None = None,  # of a rank that follows rank 0; None: this is rank 0
+        on_loaded: abc.Callable[[], None] = lambda: None,  # for a rank that follows
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.device = _device(config.device)
+        self.device = device_of(config, 0 if group is None else group.shard.rank)
+        self._crew: Crew | None = None
+        if group is None and config.tensor_parallel > 1:
+            if config.quantization != "none" and self.device.type == "cpu":
+                raise ValueError(
+                    f"quantization {config.quantization} needs tensor_parallel 1 on a CPU, "
+                    f"got {config.tensor_parallel}"
+                )
+            self._crew = Crew(config, self.device)
+        self._group = group or (self._crew.group if self._crew else ALONE)
+        try:
+            self._load(config, eos_token_ids, on_compile)
+            on_loaded()
+            if self._crew is not None:
+                self._crew.wait_until_loaded()
+            self._make_cache(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(
+        self,
+        config: EngineConfig,
+        eos_token_ids: frozenset[int],
+        on_compile: abc.Callable[[], None],
+    ) -> None:
         self._kernels = select_kernels(self.device)
         with Checkpoint(resolve_folder(config.model)) as checkpoint:
             dtype = compute_dtype(config.dtype, self.device, checkpoint)
@@ -98,6 +128,7 @@ class ModelRunner:
                     kernels=self._kernels,
                     packing=packing,
                     quantization="none" if packing is not None else config.quantization,
+                    group=self._group,
                 )
                 self._draws = compiled_draws(packing)
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
@@ -108,20 +139,35 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config, self._model)
         self._draws_of = Draws(self.eos_token_ids)
         self._block_size = config.block_size
-        shape = KVCacheShape(
+        self._shape = KVCacheShape(
             layers=self._model.kv_layers, block_size=config.block_size, dtype=kv_dtype
         )
-        self.max_num_batched_tokens = max_num_batched_tokens(config, self._model, packing, shape)
-        self.num_blocks = config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
+        self.max_num_batched_tokens = max_num_batched_tokens(
+            config, self._model, packing, self._shape
+        )
+
+    def _make_cache(self, config: EngineConfig) -> None:
+        """As large on every rank."""
+        shape = self._shape
+        self.num_blocks = self._group.least(
+            config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
+        )
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
-        self.overlaps = config.overlap_steps and self.device.type == "cuda"
+        # several ranks take each other's steps as they are known: one after the other
+        alone = self._group.shard.size == 1
+        self.overlaps = config.overlap_steps and self.device.type == "cuda" and alone
         self._graphs = self._captured(config) if self.device.type == "cuda" else None
         logger.info(
-            "model %s loaded: device=%s dtype=%s kv_dtype=%s computed_by=%s num_blocks=%d "
+            "model %s loaded: device=%s ranks=%d kv_dtype=%s computed_by=%s num_blocks=%d "
             "max_model_len=%d",
-            config.model, self.device, dtype, kv_dtype, type(self._model).__name__,
-            self.num_blocks, self.max_model_len,
+            config.model, self.device, self._group.shard.size, shape.dtype,
+            type(self._model).__name__, self.num_blocks, self.max_model_len,
         )  # fmt: skip
+
+    def close(self) -> None:
+        """End what other processes there are of this model; no step can be run after."""
+        if self._crew is not None:
+            self._crew.close()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -152,6 +198,9 @@ class ModelRunner:
         return OnDevice(plan, Drawn(ids, places))
 
     def _run(self, plan: StepPlan, before: Drawn | None) -> StepResult:
+        if self._crew is not None and plan.block_copies:
+            with self._crew.in_step():
+                self._crew.send(encode_step(plan.block_copies, None))
         self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
         result = StepResult([None] * len(plan.scheduled), {})
         if plan.empty:
@@ -167,9 +216,9 @@ class ModelRunner:
         on_device = self._kernels if self.device.type == "cuda" else None
         drawn = sample(drawable, [draw.row for draw in draws], self._draws, on_device)
         drawn = [draw.error or token for draw, token in zip(draws, drawn, strict=True)]
-        kept = _confirm(result, scheduled, drawn)
-        _score_known(result, scheduled, known)
-        _score_drawn(result, scheduled, drawn, [(i, kept[i]) for i in asked], raw)
+        kept = confirm(result, scheduled, drawn)
+        score_known(result, scheduled, known)
+        score_drawn(result, scheduled, drawn, [(i, kept[i]) for i in asked], raw)
         return result
 
     @torch.inference_mode()
@@ -188,6 +237,10 @@ class ModelRunner:
             num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
         )
+        if self._crew is not None:  # which has no graphs, and no tokens that it does not know
+            with self._crew.in_step():
+                self._crew.send(encode_step((), arrays))
+                return self._computed(arrays)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(arrays) else None
         batch = arrays.to(self.device) if graphs is None else graphs.inputs(arrays)
         if len(unknown):
@@ -199,6 +252,17 @@ class ModelRunner:
         if graphs is not None:
             return graphs.replay(len(arrays.seq_lens))
         return self._forward(batch, self.kv_cache.layers)
+
+    @torch.inference_mode()
+    def follow(self, message: bytes) -> None:
+        """This rank's part of a step that rank 0 has planned."""
+        copies, arrays = decode_step(message)
+        self.kv_cache.copy_blocks(copies, self._kernels)
+        if arrays is not None:
+            self._computed(arrays)
+
+    def _computed(self, arrays: StepArrays) -> Tensor:
+        return self._forward(arrays.to(self.device), self.kv_cache.layers)
 
     def _forward(self, batch: StepBatch, kv_caches: abc.Sequence[Tensor]) -> Tensor:
         return self._model.forward(
@@ -212,7 +276,7 @@ class ModelRunner:
     def _captures(self, config: EngineConfig) -> bool:
         # plain PyTorch's kernels read lengths back to the host, and transformers' code may
         own = isinstance(self._model, Decoder) and self._kernels is not REFERENCE
-        return config.cuda_graphs and own
+        return config.cuda_graphs and own and self._group.shard.size == 1
 
     @torch.inference_mode()
     def _captured(self, config: EngineConfig) -> DecodeGraphs | None:
@@ -278,9 +342,10 @@ class ModelRunner:
             scratch.layers,
             positions[:num_rows],
         )
-        row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, position=0)
-        sample(logits[:num_sampling], [row] * num_sampling, None, self._kernels)
-        token_logprobs(logits[-num_rows:], [0] * num_rows, [MAX_LOGPROBS] * num_rows)
+        if self._group.shard.rank == 0:
+            row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, position=0)
+            sample(logits[:num_sampling], [row] * num_sampling, None, self._kernels)
+            token_logprobs(logits[-num_rows:], [0] * num_rows, [MAX_LOGPROBS] * num_rows)
         torch.cuda.synchronize(self.device)
 
 
@@ -289,77 +354,21 @@ def max_num_scored_tokens(vocab_size: int) -> int:
     return max(1, MAX_SCORED_LOGITS // vocab_size)
 
 
-def _score_known(
-    result: StepResult,
-    scheduled: abc.Sequence[ScheduledSequence],
-    logits: Tensor,  # [S, vocab]
-) -> None:
-    """Score prompts, and what an earlier attempt has generated."""
-    if logits.shape[0] == 0:
-        return
-    places = [(i, row.sequence, place) for i, row in enumerate(scheduled) for place in row.scored]
-    num_top = [
-        (s.params.prompt_logprobs if place < s.num_prompt_tokens else s.params.logprobs) or 0
-        for _, s, place in places
-    ]
-    scores = token_logprobs(logits, [s.token_ids[place] for _, s, place in places], num_top)
-    for (i, _, place), score in zip(places, scores, strict=True):
-        if math.isnan(score.logprob):
-            result.tokens[i] = NumericalError(
-                f"the logits for token {place} are not finite numbers"
-            )
-        result.scores.setdefault(i, []).append(score)
-
-
-def _confirm(
-    result: StepResult,
-    scheduled: abc.Sequence[ScheduledSequence],
-    drawn: abc.Sequence[int | Candidates | NumericalError],
-) -> list[int | None]:
-    """Give each row the draws that count; returns to which row each draw counts, if it does."""
-    owners: list[int | None] = []
-    for i, row in enumerate(scheduled):
-        if not row.samples:
-            continue
-        start, num_draws = len(owners), len(row.draft_ids) + 1
-        own = drawn[start : start + num_draws]
-        count = confirmed(row.draft_ids, own)
-        owners += [i] * count + [None] * (num_draws - count)
-        tokens = [token for token in own[:count] if isinstance(token, int)]
-        result.tokens[i] = tokens if row.draft_ids and tokens else own[0]
-    return owners
-
-
-def _score_drawn(
-    result: StepResult,
-    scheduled: abc.Sequence[ScheduledSequence],
-    drawn: abc.Sequence[object],
-    asked: list[tuple[int, int | None]],  # draws to score, and to which row each counts, if it does
-    logits: Tensor,  # [len(asked), vocab], as the model gave them
-) -> None:
-    """Score the tokens that this step drew for rows that ask for it."""
-    kept = [
-        (n, i, token)
-        for n, (draw, i) in enumerate(asked)
-        if i is not None and isinstance(token := drawn[draw], int)
-    ]
-    if not kept:
-        return
-    num_top = [scheduled[i].sequence.params.logprobs or 0 for _, i, _ in kept]
-    scores = token_logprobs(logits[[n for n, _, _ in kept]], [t for _, _, t in kept], num_top)
-    for (_, i, _), score in zip(kept, scores, strict=True):
-        result.scores.setdefault(i, []).append(score)
-
-
-def _device(name: str) -> torch.device:
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank computes. Raises ValueError where there is no such device."""
+    name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if name == "cpu":
+        return torch.device(name)
+    if not torch.cuda.is_available():
         raise ValueError(f"device is {name}, but this torch finds no CUDA device")
-    return torch.device(name)
+    if config.tensor_parallel > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel is {config.tensor_parallel}, but there are "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    return torch.device(f"cuda:{rank}" if config.tensor_parallel > 1 else name)
 
 
 def _max_model_len(config: EngineConfig, model: Model) -> int:

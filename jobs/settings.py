@@ -114,6 +114,9 @@ class Settings:
         choices=("auto", "reference"),
     )
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")
+    tensor_parallel: int = _setting(
+        1, "Processes that compute one model together, each on a GPU of its own.", low=1, high=64
+    )
     block_size: int = _setting(16, "Tokens in one KV block.", unit="tokens", low=1, high=1024)
     num_blocks: int | None = _setting(
         None, "KV blocks; unset: as many as the memory setting allows.", low=1, high=2**31 - 1

@@ -5,7 +5,6 @@ and reports both in one message. It ends when the pipe does: a parent that died,
 leaves no engine behind. It leaves signals to the parent, who decides what is to be finished.
 """
 
-import ctypes
 import dataclasses
 import logging
 import os
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from engine import outputs
 from engine.config import EngineConfig
+from engine.lifeline import die_with_parent
 from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, RequestOutput, RequestUpdate
 from engine.sampling_params import ParameterError
@@ -39,7 +39,6 @@ from worker.messages import (
 )
 
 STATS_EVERY_S = 1.0
-PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +80,9 @@ def main(fd: int) -> int:
         EngineServer(engine, pipe).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logger.info("engine process %d ended: its worker is gone", os.getpid())
+    finally:
+        engine.close()
     return 0
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies: in a long step nobody reads the pipe."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _build(config: EngineConfig, pipe: Connection) -> tuple[LLMEngine, float]:

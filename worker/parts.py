@@ -159,6 +159,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         kv_cache_dtype=settings.kv_cache_dtype,
         kernels=settings.kernels,
         device=settings.device,
+        tensor_parallel=settings.tensor_parallel,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,

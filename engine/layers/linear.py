@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.collectives import Group
 from engine.kernels.fp8 import quantize_rows
 from engine.kernels.packed_weight import PackedWeight, quantized_4, quantized_8
 from engine.kernels.registry import Kernels
@@ -57,10 +58,33 @@ class Fp8Linear:
         return self._multiply(x, self.values, self.scales, self.bias)
 
 
-AnyLinear = Linear | PackedLinear | Fp8Linear
+class SummedLinear:
+    """A product whose inputs lie in parts on several ranks: the sum of what each makes of its."""
+
+    def __init__(
+        self,
+        part: "Linear | PackedLinear | Fp8Linear",  # without a bias
+        bias: Tensor | None,  # [out]
+        group: Group,
+    ) -> None:
+        self.part = part
+        self.bias = bias
+        self.group = group
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, this rank's part of in]
+    ) -> Tensor:  # [T, out]
+        y = self.group.sum(self.part(x))
+        return y if self.bias is None else y + self.bias
 
 
-def quantized(weight: Tensor, bias: Tensor | None, kind: str, kernels: Kernels) -> AnyLinear:
+AnyLinear = Linear | PackedLinear | Fp8Linear | SummedLinear
+
+
+def quantized(
+    weight: Tensor, bias: Tensor | None, kind: str, kernels: Kernels
+) -> PackedLinear | Fp8Linear:
     """A weight kept as a setting says. Raises ValueError where its size does not fit."""
     if kind == "fp8":
         if weight.shape[0] % 16 or weight.shape[1] % 16:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from engine.collectives import ALONE, Group
 from engine.kernels.registry import Kernels
 from engine.layers.linear import AnyLinear
 
@@ -40,7 +41,9 @@ class Experts:
         num_per_token: int,
         normalized: bool,
         kernels: Kernels,
+        summed_over: Group = ALONE,  # ranks that hold parts of each expert
     ) -> None:
+        self.summed_over = summed_over
         self.router = router
         self.gate_up = gate_up
         self.down = down
@@ -52,6 +55,9 @@ class Experts:
         self,
         x: Tensor,  # [T, hidden]
     ) -> Tensor:  # [T, hidden]
-        return self.kernels.moe(
-            x, self.router(x), self.gate_up, self.down, self.num_per_token, self.normalized
+        chosen = self.router(x)
+        return self.summed_over.sum(
+            self.kernels.moe(
+                x, chosen, self.gate_up, self.down, self.num_per_token, self.normalized
+            )
         )

@@ -11,22 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.collectives import ALONE, Group
 from engine.kernels.memory import allocate
 from engine.kernels.packed_weight import PackedWeight, stack
 from engine.kernels.registry import Kernels
 from engine.kv_cache import LayerShape
 from engine.layers.attention import Attention, AttentionMetadata
 from engine.layers.embedding import Embedding
-from engine.layers.linear import AnyLinear, Linear, PackedLinear, quantized
+from engine.layers.linear import AnyLinear, Fp8Linear, Linear, PackedLinear, SummedLinear, quantized
 from engine.layers.mlp import Experts, GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.quantization import StoredQuantization
 from engine.models.settings import DecoderSettings
+from engine.shards import size
 from engine.weights import Checkpoint, UnsupportedModelError
 
 # buffers that old checkpoints saved, and the output matrix of a model that uses its input one
 IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+Parts = dict[str, tuple[int, list[slice]]]  # name -> rows in the file, and which are taken
 IGNORED_WHEN_TIED = re.compile(IGNORED.pattern + r"|lm_head\.weight")
 
 
@@ -41,7 +44,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A loaded model."""
+    """A loaded model, or one rank's part of it."""
 
     def __init__(
         self,
@@ -52,16 +55,25 @@ class Decoder:
         device: torch.device,
         kernels: Kernels,
         quantization: str = "none",  # of weights that are not stored in few bits: int8, int4, fp8
+        group: Group = ALONE,  # the ranks that compute the model together
     ) -> None:
-        """Raises a TensorError when the checkpoint and its settings disagree."""
-        loader = DecoderLoader(checkpoint, settings, dtype, device, kernels, quantization)
+        """Raises a TensorError when the checkpoint and its settings disagree.
+
+        UnsupportedModelError where the ranks cannot share the model.
+        """
+        settings.check_split(group.shard.size)
+        loader = DecoderLoader(checkpoint, settings, dtype, device, kernels, quantization, group)
+        self.group = group
         self.vocab_size = settings.vocab_size
         self.max_position_embeddings = settings.max_position_embeddings
-        kept = LayerShape(num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim)
+        num_kv_heads = size(group.shard.kv_heads(settings.num_kv_heads))
+        kept = LayerShape(num_kv_heads=num_kv_heads, head_dim=settings.head_dim)
         self.kv_layers = (kept,) * settings.num_layers
         self.embedding = Embedding(
-            loader.tensor("model.embed_tokens.weight", settings.vocab_size, settings.hidden_size),
+            loader.vocabulary("model.embed_tokens.weight"),
             settings.embedding_scale,
+            first=group.shard.filled_part(settings.vocab_size).start,
+            summed_over=group,
         )
         self.rotary, self.local_rotary = rotary_embeddings(settings, device)
         self.layers = [loader.layer(i) for i in range(settings.num_layers)]
@@ -69,9 +81,7 @@ class Decoder:
         if settings.tie_word_embeddings:
             self.lm_head = Linear(self.embedding.weight)
         else:
-            self.lm_head = Linear(
-                loader.tensor("lm_head.weight", settings.vocab_size, settings.hidden_size)
-            )
+            self.lm_head = Linear(loader.vocabulary("lm_head.weight"))
         self.logit_softcap = settings.logit_softcap
         checkpoint.check_all_taken(IGNORED_WHEN_TIED if settings.tie_word_embeddings else IGNORED)
 
@@ -82,7 +92,7 @@ class Decoder:
         metadata: AttentionMetadata,
         kv_caches: Sequence[Tensor],  # of each layer, changed
         logit_rows: Tensor,  # [R] int64, the tokens of the batch whose logits are wanted
-    ) -> Tensor:  # [R, vocab] float32
+    ) -> Tensor:  # [R, vocab] float32; of no use on other ranks than 0
         angles = self.rotary(positions)
         local = angles if self.local_rotary is self.rotary else self.local_rotary(positions)
         residual = self.embedding(token_ids)
@@ -100,8 +110,8 @@ class Decoder:
             hidden = layer.mlp(layer.mlp_norm.add(hidden, residual))
             if layer.mlp_out_norm is not None:
                 hidden = layer.mlp_out_norm(hidden)
-        logits = self.lm_head(self.norm.add(hidden, residual)).float()
-        return capped(logits, self.logit_softcap)
+        logits = self.group.columns(self.lm_head(self.norm.add(hidden, residual))).float()
+        return capped(logits[:, : self.vocab_size], self.logit_softcap)
 
 
 def rotary_embeddings(
@@ -123,7 +133,10 @@ def capped(
 
 
 class DecoderLoader:
-    """Takes a decoder's tensors out of a checkpoint: to device and type, and fused."""
+    """Takes a decoder's tensors out of a checkpoint: to device and type, and fused.
+
+    One of several ranks takes its own part of them.
+    """
 
     def __init__(
         self,
@@ -133,10 +146,17 @@ class DecoderLoader:
         device: torch.device,
         kernels: Kernels,
         quantization: str = "none",  # unpacked: what is stored in few bits is kept whole
+        group: Group = ALONE,
     ) -> None:
+        self.group = group
+        self.shard = group.shard
         self.checkpoint = checkpoint
         self.stored = StoredQuantization.from_config(checkpoint.config)
         self.quantization = quantization
+        if self.stored is not None and self.shard.size > 1:
+            raise UnsupportedModelError(
+                f"tensor_parallel is {self.shard.size}, but weights stored in few bits are not cut"
+            )
         self.settings = settings
         self.dtype = dtype
         self.device = device
@@ -161,20 +181,23 @@ class DecoderLoader:
     def attention(self, prefix: str, sliding_window: int | None) -> Attention:
         s = self.settings
         query_rows, kv_rows = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        heads, kv_heads = self.shard.part(s.num_heads), self.shard.kv_heads(s.num_kv_heads)
+        query, kept = _times(heads, s.head_dim), _times(kv_heads, s.head_dim)
         qkv = {
-            f"{prefix}.q_proj": query_rows,
-            f"{prefix}.k_proj": kv_rows,
-            f"{prefix}.v_proj": kv_rows,
+            f"{prefix}.q_proj": (query_rows, [query]),
+            f"{prefix}.k_proj": (kv_rows, [kept]),
+            f"{prefix}.v_proj": (kv_rows, [kept]),
         }
         if s.fused:
-            qkv = {f"{prefix}.qkv_proj": query_rows + 2 * kv_rows}
+            key, value = _moved(kept, query_rows), _moved(kept, query_rows + kv_rows)
+            qkv = {f"{prefix}.qkv_proj": (query_rows + 2 * kv_rows, [query, key, value])}
         return Attention(
             qkv=self.linear(qkv, s.hidden_size, s.qkv_bias),
-            out=self.linear({f"{prefix}.o_proj": s.hidden_size}, query_rows, s.out_bias),
+            out=self.back(f"{prefix}.o_proj", query_rows, query, s.out_bias),
             query_norm=self.norm(f"{prefix}.q_norm", s.head_dim) if s.qk_norm else None,
             key_norm=self.norm(f"{prefix}.k_norm", s.head_dim) if s.qk_norm else None,
-            num_heads=s.num_heads,
-            num_kv_heads=s.num_kv_heads,
+            num_heads=size(heads),
+            num_kv_heads=size(kv_heads),
             head_dim=s.head_dim,
             rotary_dim=s.rotary_dim,
             scale=s.attention_scale,
@@ -184,12 +207,13 @@ class DecoderLoader:
 
     def mlp(self, prefix: str) -> GatedMLP:
         s = self.settings
-        gate_up = dict.fromkeys((f"{prefix}.gate_proj", f"{prefix}.up_proj"), s.intermediate_size)
+        own, whole = self.shard.part(s.intermediate_size), s.intermediate_size
+        gate_up = {f"{prefix}.{name}_proj": (whole, [own]) for name in ("gate", "up")}
         if s.fused:
-            gate_up = {f"{prefix}.gate_up_proj": 2 * s.intermediate_size}
+            gate_up = {f"{prefix}.gate_up_proj": (2 * whole, [own, _moved(own, whole)])}
         return GatedMLP(
             self.linear(gate_up, s.hidden_size, s.mlp_bias),
-            self.linear({f"{prefix}.down_proj": s.hidden_size}, s.intermediate_size, s.mlp_bias),
+            self.back(f"{prefix}.down_proj", whole, own, s.mlp_bias),
             self.kernels.gelu_mul if s.activation == "gelu" else self.kernels.silu_mul,
         )
 
@@ -198,17 +222,26 @@ class DecoderLoader:
         assert s.experts is not None
         if self.stored is not None or self.quantization not in ("none", "unpacked"):
             raise UnsupportedModelError("experts in few bits are not computed")
-        router = self.linear({f"{prefix}.gate": s.experts.num_experts}, s.hidden_size, False)
+        count, whole = s.experts.num_experts, s.experts.intermediate_size
+        own = self.shard.part(whole)
+        gate = {f"{prefix}.gate": (count, [slice(0, count)])}
+        router = self.linear(gate, s.hidden_size, has_bias=False)
         prefix = f"{prefix}.experts"
-        count, size = s.experts.num_experts, s.experts.intermediate_size
         if f"{prefix}.gate_up_proj" in self.checkpoint.names:
-            gate_up = self.tensor(f"{prefix}.gate_up_proj", count, 2 * size, s.hidden_size)
-            down = self.tensor(f"{prefix}.down_proj", count, s.hidden_size, size)
+            shape = (count, 2 * whole, s.hidden_size)
+            both = self.checkpoint.take(f"{prefix}.gate_up_proj", shape)
+            gate_up = self.beside([both[:, own], both[:, _moved(own, whole)]], dim=1)
+            down = self.checkpoint.take(f"{prefix}.down_proj", (count, s.hidden_size, whole))
+            down = self.beside([down[..., own]])
         else:
             each = [f"{prefix}.{expert}" for expert in range(count)]
-            pairs = [f"{expert}.{name}" for expert in each for name in ("gate_proj", "up_proj")]
-            gate_up = self.stacked(pairs, size, s.hidden_size).view(count, 2 * size, -1)
-            down = self.stacked([f"{expert}.down_proj" for expert in each], s.hidden_size, size)
+            pairs = [f"{expert}.{name}_proj" for expert in each for name in ("gate", "up")]
+            rows = {pair: (whole, [own]) for pair in pairs}
+            gate_up = self.weight(rows, s.hidden_size).view(count, 2 * size(own), -1)
+            names = [f"{expert}.down_proj.weight" for expert in each]
+            taken = [self.checkpoint.take(name, (s.hidden_size, whole)) for name in names]
+            down = self.beside([tensor[:, own] for tensor in taken])
+            down = down.view(count, s.hidden_size, size(own))
         return Experts(
             router,
             gate_up,
@@ -216,60 +249,89 @@ class DecoderLoader:
             num_per_token=s.experts.num_experts_per_tok,
             normalized=s.experts.norm_topk_prob,
             kernels=self.kernels,
+            summed_over=self.group,
         )
 
-    def stacked(self, names: list[str], *shape: int) -> Tensor:  # [len(names), *shape]
-        """Weights of one shape."""
-        taken = [self.checkpoint.take(f"{name}.weight", shape) for name in names]
-        stack = allocate((len(names), *shape), self.dtype, self.device)
-        for place, part in zip(stack, taken, strict=True):
-            place.copy_(part)
-        return stack
-
-    def linear(self, parts: dict[str, int], num_inputs: int, has_bias: bool) -> AnyLinear:
-        """Projections of one input, as name -> rows, stacked into one."""
+    def linear(self, parts: Parts, num_inputs: int, has_bias: bool) -> AnyLinear:
+        """Projections of one input, stacked into one."""
         bias = self.bias(parts) if has_bias else None
         if self.stored is not None and self.stored.holds(self.checkpoint, list(parts)):
             packed = self.packed(self.stored, parts, num_inputs, has_bias)
             if self.quantization != "unpacked":
                 return PackedLinear(packed.to(self.device), bias, self.kernels)
             return Linear(packed.dequantized(self.dtype).to(self.device), bias)
-        weight = self.weight(parts, num_inputs)
+        return self.kept(list(parts), self.weight(parts, num_inputs), bias)
+
+    def back(self, name: str, num_inputs: int, own: slice, has_bias: bool) -> AnyLinear:
+        """The projection back to the stream, of this rank's part of its inputs."""
+        hidden_size = self.settings.hidden_size
+        whole = {name: (hidden_size, [slice(0, hidden_size)])}
+        if self.shard.size == 1:
+            return self.linear(whole, num_inputs, has_bias)
+        taken = self.checkpoint.take(f"{name}.weight", (hidden_size, num_inputs))
+        part = self.kept([name], self.beside([taken[:, own]]), None)
+        return SummedLinear(part, self.bias(whole) if has_bias else None, self.group)
+
+    def kept(
+        self, names: list[str], weight: Tensor, bias: Tensor | None
+    ) -> Linear | PackedLinear | Fp8Linear:
+        """A weight as a setting says."""
         if self.quantization in ("none", "unpacked"):
             return Linear(weight, bias)
         try:
             return quantized(weight, bias, self.quantization, self.kernels)
         except ValueError as error:
-            raise UnsupportedModelError(f"{', '.join(parts)}: {error}") from error
+            raise UnsupportedModelError(f"{', '.join(names)}: {error}") from error
 
-    def weight(self, parts: dict[str, int], num_inputs: int) -> Tensor:  # [rows of all, in]
+    def weight(self, parts: Parts, num_inputs: int) -> Tensor:  # [rows of all, in]
         # taken before there is room for them: their shapes are the file's, the settings only say so
         taken = [
-            self.checkpoint.take(f"{name}.weight", (rows, num_inputs))
-            for name, rows in parts.items()
+            self.checkpoint.take(f"{name}.weight", (rows, num_inputs))[cut]
+            for name, (rows, cuts) in parts.items()
+            for cut in cuts
         ]
-        weight = allocate((sum(parts.values()), num_inputs), self.dtype, self.device)
-        for place, part in zip(torch.split(weight, list(parts.values())), taken, strict=True):
-            place.copy_(part)
+        return self.beside(taken)
+
+    def bias(self, parts: Parts) -> Tensor:  # [rows of all]
+        return self.beside(
+            [
+                self.checkpoint.take(f"{name}.bias", (rows,))[cut]
+                for name, (rows, cuts) in parts.items()
+                for cut in cuts
+            ]
+        )
+
+    def vocabulary(self, name: str) -> Tensor:  # [this rank's share of the ids, hidden]
+        """Rows past the vocabulary's end, where it does not divide, are zeros."""
+        s = self.settings
+        taken = self.checkpoint.take(name, (s.vocab_size, s.hidden_size))
+        own, width = self.shard.filled_part(s.vocab_size), self.shard.width(s.vocab_size)
+        weight = allocate((width, s.hidden_size), self.dtype, self.device)
+        weight[: size(own)].copy_(taken[own])
         return weight
 
-    def bias(self, parts: dict[str, int]) -> Tensor:  # [rows of all]
-        bias = allocate((sum(parts.values()),), self.dtype, self.device)
-        places = torch.split(bias, list(parts.values()))
-        for place, (name, rows) in zip(places, parts.items(), strict=True):
-            place.copy_(self.checkpoint.take(f"{name}.bias", (rows,)))
-        return bias
+    def beside(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        """Parts of tensors mapped from files, one after the other in memory of their own."""
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        whole = allocate(tuple(shape), self.dtype, self.device)
+        start = 0
+        for part in parts:
+            whole.narrow(dim, start, part.shape[dim]).copy_(part)
+            start += part.shape[dim]
+        return whole
 
     def packed(
-        self, stored: StoredQuantization, parts: dict[str, int], num_inputs: int, has_bias: bool
+        self, stored: StoredQuantization, parts: Parts, num_inputs: int, has_bias: bool
     ) -> PackedWeight:
         """What the checkpoint has in few bits. Files of GPTQ may have biases of nothing beside."""
-        for name, rows in parts.items():
+        for name, (rows, _) in parts.items():
             beside = not has_bias and f"{name}.bias" in self.checkpoint.names
             if beside and self.checkpoint.take(f"{name}.bias", (rows,)).any():
                 raise UnsupportedModelError(f"{name} has a bias, which the model has no use of")
         taken = [
-            stored.take(self.checkpoint, name, rows, num_inputs) for name, rows in parts.items()
+            stored.take(self.checkpoint, name, rows, num_inputs)
+            for name, (rows, _) in parts.items()
         ]
         try:
             return stack(taken)
@@ -286,3 +348,12 @@ class DecoderLoader:
     def tensor(self, name: str, *shape: int) -> Tensor:
         taken = self.checkpoint.take(name, shape)
         return allocate(shape, self.dtype, self.device).copy_(taken)
+
+
+def _times(part: slice, width: int) -> slice:
+    """The same part where each is `width` wide."""
+    return slice(part.start * width, part.stop * width)
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.collectives import ALONE, Group
 from engine.kernels.registry import Kernels
 from engine.kv_cache import LayerShape
 from engine.layers.attention import AttentionMetadata
@@ -50,6 +51,7 @@ def load_model(
     kernels: Kernels,
     packing: Packing | None = None,  # where compiled kernels are to compute what they can
     quantization: str = "none",  # of weights on a GPU: int8, int4 or fp8
+    group: Group = ALONE,  # the ranks that compute the model together
 ) -> Model:
     """Raises a CheckpointError that names what cannot be computed, or is missing or too much."""
     if checkpoint.config.get("compression_config"):
@@ -69,6 +71,11 @@ def load_model(
     try:
         settings = DecoderSettings.from_config(checkpoint.config)
     except UnsupportedModelError as tier_1:
+        if group.shard.size > 1:
+            raise UnsupportedModelError(
+                f"tensor_parallel is {group.shard.size}, but transformers computes this model, "
+                f"whole: {tier_1}"
+            ) from tier_1
         _check_unpacked(packing, "transformers computes the model")
         if stored is not None or quantization != "none":
             raise UnsupportedModelError(
@@ -94,6 +101,7 @@ def load_model(
         device=device,
         kernels=kernels,
         quantization=quantization,
+        group=group,
     )
 
 

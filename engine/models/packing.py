@@ -123,6 +123,8 @@ def _not_packed_because(config: EngineConfig, device: torch.device) -> str | Non
         return f"the device is {device}"
     if config.kernels == "reference":
         return "kernels is reference"
+    if config.tensor_parallel > 1:
+        return f"tensor_parallel is {config.tensor_parallel}"
     # Numba takes a second to import, and a GPU does without
     from engine.kernels.cpu import unavailable
     from engine.kernels.cpu.emit import PANEL

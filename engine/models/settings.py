@@ -70,6 +70,28 @@ class DecoderSettings:
     logit_softcap: float | None
     experts: ExpertSettings | None
 
+    def check_split(self, num_ranks: int) -> None:
+        """Raises UnsupportedModelError where so many ranks cannot share the model."""
+        counts = [
+            ("attention heads", self.num_heads),
+            ("intermediate size", self.intermediate_size),
+        ]
+        if self.num_kv_heads >= num_ranks:
+            counts.append(("KV heads", self.num_kv_heads))
+        if self.experts is not None:
+            counts.append(("experts' intermediate size", self.experts.intermediate_size))
+        for what, number in counts:
+            if number % num_ranks:
+                raise UnsupportedModelError(
+                    f"tensor_parallel is {num_ranks}, which does not divide the model's {what}: "
+                    f"{number}"
+                )
+        if num_ranks > self.num_kv_heads and num_ranks % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"tensor_parallel is {num_ranks}, which is no multiple of the model's "
+                f"{self.num_kv_heads} KV heads"
+            )
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "DecoderSettings":
         """Read a config.json. Raises UnsupportedModelError or MalformedCheckpointError."""

@@ -74,3 +74,6 @@ class ScriptedRunner:
 
     def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // self._block_size], position % self._block_size
+
+    def close(self) -> None:
+        """Nothing to end."""
