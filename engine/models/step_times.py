@@ -104,13 +104,13 @@ def _timed(model: Model, shape: KVCacheShape, num_threads: int) -> Callable[[int
 
 def _cpu() -> str:
     """The processor by the name that it has for people, and by what kernels are compiled for."""
-    from engine.kernels.cpu.machine import FEATURES
+    from engine.kernels.cpu.machine import FEATURES, HAS_AMX
 
     try:
         names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
     except (OSError, UnicodeDecodeError):
         names = []
-    features = hashlib.sha256(" ".join(sorted(FEATURES)).encode()).hexdigest()
+    features = hashlib.sha256(f"{sorted(FEATURES)} {HAS_AMX}".encode()).hexdigest()
     return f"{names[0] if names else platform.processor() or platform.machine()} {features[:8]}"
 
 

@@ -36,7 +36,7 @@ def capture(run):
     return graph, graph.result
 
 
-@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(4)], ids=str)
+@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(4)], ids=lambda _: "seed")
 def draw(request):
     torch.manual_seed(request.param)
     return random.Random(request.param)

@@ -39,7 +39,7 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.load(write(tmp_path_factory.mktemp("byte-level"), byte_level()))
 
 
-@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(12)], ids=str)
+@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(12)], ids=lambda _: "seed")
 def draw(request):
     return random.Random(request.param)
 
@@ -178,7 +178,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seed", [secrets.randbelow(2**32) for _ in range(2)])
+@pytest.mark.parametrize("seed", [secrets.randbelow(2**32) for _ in range(2)], ids=lambda _: "seed")
 def test_a_model_says_the_same_with_all_options_mixed(model, monkeypatch, seed):
     """Tokens stay where the model draws them, on a CPU by plain PyTorch."""
     draw = random.Random(seed)

@@ -25,7 +25,7 @@ from numba import __version__ as numba_version
 from numba import config
 from numba.core import event
 
-from engine.kernels.cpu.machine import FEATURES
+from engine.kernels.cpu.machine import FEATURES, HAS_AMX
 
 
 def unavailable() -> str | None:
@@ -58,7 +58,8 @@ def telling_of_compilation(tell: Callable[[], None]) -> AbstractContextManager[N
 
 def _cache_folder() -> Path | None:
     """Where compiled kernels are kept: named by what they were made from, so never stale."""
-    digest = hashlib.sha256(numba_version.encode())
+    # the features of a CPU are in Numba's own key, but not what the system grants of them
+    digest = hashlib.sha256(f"{numba_version} {HAS_AMX}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     try:

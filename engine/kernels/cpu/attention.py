@@ -108,6 +108,8 @@ def finish_row(total, out, head_dim, sinks, h):
         peak = max(total[head_dim], sink)
         kept = exp_float(total[head_dim] - peak)
         weight = kept / (total[head_dim + 1] * kept + exp_float(sink - peak))
+    elif total[head_dim + 1] == 0.0:
+        weight = np.float32(np.nan)  # in this row alone
     else:
         weight = np.float32(1.0) / total[head_dim + 1]
     weigh_row(total.ctypes.data, weight, out.ctypes.data, head_dim)

@@ -20,7 +20,7 @@ from engine.kernels.cpu.tiles_amx import ROWS_AT_ONCE
 
 STRETCH = 256  # keys under one softmax
 AHEAD = 4  # panels of keys or values from the one read to the one fetched: as slow as memory is
-NUM_PANELS = STRETCH // PANEL + AHEAD
+NUM_PANELS = STRETCH // PANEL + AHEAD + 1  # past the last, too, `tile_over` looks once
 PAIR_ROWS = ROWS_AT_ONCE if BY_AMX else MAX_ROWS  # that attend at once, of bfloat16 by pairs
 MAX_ITEM_ROWS = 48  # query rows that share one read of keys and values
 ITEMS_PER_WORKER = 8  # with fewer items than this, each is cut into its stretches

@@ -31,7 +31,7 @@ from engine.kernels.cpu.emit import (
 )
 from engine.kernels.cpu.pairs import round_to_bfloat16
 
-NOTHING = -1.0e30  # a score that no key has: what the softmax leaves out
+NOTHING = float("-inf")  # what the softmax leaves out
 LOG2_E = 1.44269504088896341
 AT_ONCE = 4  # peaks that are found side by side
 
@@ -64,13 +64,14 @@ def softmax_pairs(
         capped = build.fcmp_ordered("!=", softcap, F32(0.0))
         [scale] = branch(build, capped, [scale], cap)
         _hide(build, scores, num_panels, first, end)
-        peak = build.fmul(_peak(build, scores, num_panels), scale)
+        highest = _peak(build, scores, num_panels)
+        wide_highest = splat(build, highest)
         factor = splat(build, build.fmul(scale, F32(LOG2_E)))
-        shift = splat(build, build.fmul(peak, F32(-LOG2_E)))
 
         def exponentiate(index: Any, state: list[Any]) -> list[Any]:
             score = load(build, _vector_at(build, scores, index), FLOAT32)
-            power = _power_of_two(build, fma(build, score, factor, shift))
+            # first the difference, which is 0 at the peak however large scores are
+            power = _power_of_two(build, build.fmul(build.fsub(score, wide_highest), factor))
             rounded = round_to_bfloat16(build, power)
             place = build.add(scores, build.mul(index, I64(VECTOR_BYTES // 2)))
             pointer = build.inttoptr(place, rounded.type.as_pointer())
@@ -78,7 +79,7 @@ def softmax_pairs(
             return [build.fadd(state[0], power)]
 
         [sums] = loop(build, _num_vectors(build, num_panels), [zeros()], exponentiate)
-        store_one(build, peak, result)
+        store_one(build, build.fmul(highest, scale), result)
         store_one(build, reduce_lanes(build, sums, build.fadd), build.add(result, I64(4)))
         return _context.get_dummy_value()
 

@@ -10,7 +10,7 @@ from engine.kernels.registry import REFERENCE
 from tests.engine.kernels.draw_case import check_draws, check_penalties
 
 
-@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(5)], ids=str)
+@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(5)], ids=lambda _: "seed")
 def draw(request):
     torch.manual_seed(request.param)
     return random.Random(request.param)

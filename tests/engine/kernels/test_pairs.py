@@ -7,6 +7,7 @@ import torch
 from engine.kernels.cpu.matmul import multiply, stored_as
 from engine.kernels.cpu.pairs import HAS_PAIRS, pack_pairs, pair_row, pair_words
 from engine.kernels.cpu.workers import Crew
+from tests.engine.kernels.attention_case import Case, assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_PAIRS, reason="needs AVX512-BF16")
 NO_MEETING = np.zeros(8, np.int64)
@@ -69,3 +70,21 @@ def test_what_is_no_number_shows():
     out = product(x, torch.randn(16, 20), torch.zeros(2, 16))
     assert out[0].isnan().all()
     assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e10, 1e29, 1e34])
+def test_attention_to_scores_of_any_size(size):
+    """Powers are of differences from the peak; each stretch has one key that outdoes its others."""
+    case = Case(
+        [1, 1], [300, 40], shape=(1, 1, 32, 16), dtype=torch.bfloat16, seed=3, in_pairs=True
+    )
+    query = case.queries[0][-1, 0].bfloat16().float()
+    for t in range(300):
+        slot = int(case.tables[0, t // 16]) * 16 + t % 16
+        key = query.sign() * (-size if t not in (7, 290) else -size / 2)
+        case.store(slot, 0, key, torch.full((32,), float(t)))
+    found, expected, bound = case.attend(workers=1)
+    # of the two highest, 7 and 290, and with size 1 of all others a little
+    assert_near(found[1], expected[1], bound[1])
+    if size > 1:
+        assert (found[0] - 148.5).abs().max() < 1
