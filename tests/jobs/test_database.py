@@ -7,13 +7,21 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from cli.servers import Postgres
 from jobs.database import Database, DatabaseURLError, parse_url, transient, trouble
 
-INSERT = text("INSERT INTO idempotency_keys VALUES ('k', 'x', '[]', 1)")
+
+def insert(key: str, body_sha256: str = "'x'") -> TextClause:
+    return text(
+        "INSERT INTO idempotency_keys (tenant_id, key, body_sha256, job_ids, created_at) "
+        f"VALUES ('default', {key}, {body_sha256}, '[]', 1)"
+    )
+
+
+INSERT = insert("'k'")
 
 
 def test_the_clock_is_the_time_of_day_and_moves(bench):
@@ -55,7 +63,7 @@ def test_reading_then_writing_in_one_transaction_waits_its_turn(sqlite_url):
                 with database.begin() as connection:
                     connection.scalar(text("SELECT count(*) FROM idempotency_keys"))
                     connection.execute(
-                        text("INSERT INTO idempotency_keys VALUES (:key, 'x', '[]', 1)"),
+                        insert(":key"),
                         {"key": f"{number} {i}"},
                     )
         except DBAPIError as error:
@@ -119,9 +127,7 @@ def test_a_full_or_locked_sqlite_is_worth_another_try(sqlite_url):
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(OperationalError, match="full") as caught:
-            connection.execute(
-                text("INSERT INTO idempotency_keys VALUES ('k', zeroblob(1000000), '[]', 1)")
-            )
+            connection.execute(insert("'k'", body_sha256="zeroblob(1000000)"))
     assert transient(caught.value)
     assert trouble(caught.value) == "the database's disk is full"
     with database.begin(), database.read() as second:

@@ -212,6 +212,6 @@ def test_a_backlog_is_the_queued_jobs_of_a_model(bench):
     )
     bench.claim(first.id)
     found = bench.call(backlogs)
-    assert (found[MODEL].prompt_tokens, found[MODEL].max_tokens) == (4, 20)
-    assert found[MODEL].oldest_created_at == pytest.approx(bench.now, abs=0.001)
-    assert found["other"].max_tokens == 40
+    assert (found[MODEL, 0].prompt_tokens, found[MODEL, 0].max_tokens) == (4, 20)
+    assert found[MODEL, 0].oldest_created_at == pytest.approx(bench.now, abs=0.001)
+    assert found["other", 0].max_tokens == 40
