@@ -1,7 +1,8 @@
 """Short forms of the chaos scenarios: what must hold on every commit.
 
-Real processes and servers, one cluster on PostgreSQL and one on SQLite for all of them. The long
-forms, with their figures, are `make chaos` and `make chaos-report`.
+Real processes and servers, one cluster on PostgreSQL and one on SQLite for all of them. Those that
+take minutes together run with `pytest -m "long or not long" tests/chaos`. The long forms, with
+their figures, are `make chaos` and `make chaos-report`.
 """
 
 from collections.abc import Iterator
@@ -59,13 +60,34 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("faults", "size"), SHORT, ids=[faults.__name__ for faults, _ in SHORT])
+ON_EVERY_COMMIT = (
+    scenarios.kill_workers,
+    scenarios.kill_engines,
+    scenarios.kill_redis,
+    scenarios.kill_postgres,
+)
+
+
+@pytest.mark.parametrize(
+    ("faults", "size"),
+    [
+        pytest.param(
+            faults,
+            size,
+            id=faults.__name__,
+            marks=() if faults in ON_EVERY_COMMIT else pytest.mark.long,
+        )
+        for faults, size in SHORT
+    ],
+)
 def test_no_promise_is_broken(cluster, oracle, faults, size):
     result, violations = run(cluster, oracle, faults, size, slack_s=BUSY_S)
     assert violations == [], result
 
 
-@pytest.mark.parametrize("faults", [scenarios.kill_workers, more.fill_the_disk])
+@pytest.mark.parametrize(
+    "faults", [scenarios.kill_workers, pytest.param(more.fill_the_disk, marks=pytest.mark.long)]
+)
 def test_no_promise_is_broken_on_sqlite(sqlite_cluster, oracle, faults):
     if faults is more.fill_the_disk and sqlite_cluster.database_folder == sqlite_cluster.folder:
         pytest.skip("no tmpfs can be mounted here: root alone may")
@@ -74,6 +96,7 @@ def test_no_promise_is_broken_on_sqlite(sqlite_cluster, oracle, faults):
     assert violations == [], result
 
 
+@pytest.mark.long
 def test_the_checker_is_not_content_with_a_run_without_a_fence(tmp_path, tiny_llama_dir, oracle):
     size = Size(num_jobs=200, num_faults=3)
     with Cluster(tmp_path / "c", tiny_llama_dir, env={"CHAOS_NO_FENCE": "1"}) as cluster:
