@@ -247,8 +247,8 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(engine_of):
     runner = engine._runner
     compute = runner.logits
 
-    def logits(scheduled):
-        found = compute(scheduled)
+    def logits(scheduled, before=None):
+        found = compute(scheduled, before)
         sampling = sum(row.samples for row in scheduled)
         if sampling < len(found):
             found[sampling] = math.nan

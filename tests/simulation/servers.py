@@ -21,8 +21,11 @@ from jobs.runway import Runway, RunwayDown
 
 VISIBILITY_S = 2.0  # after which an unacknowledged message comes back
 
-logging.getLogger("worker").setLevel(logging.CRITICAL)
-logging.getLogger("jobs").setLevel(logging.CRITICAL)
+
+def say_nothing() -> None:
+    """Of what workers log: thousands of deployments fail as they are meant to."""
+    for name in ("worker", "jobs"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Killed(BaseException):

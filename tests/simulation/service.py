@@ -27,6 +27,7 @@ from tests.simulation.servers import (
     Messages,
     connection_lost,
     open_memory,
+    say_nothing,
 )
 
 EPOCH = 1_790_000_000.0
@@ -333,6 +334,7 @@ def run_seed(seed: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """`python -m tests.simulation.service FIRST NUM`: prints what was run; fails at a fault."""
+    say_nothing()
     first, num = map(int, arguments)
     began = time.monotonic()
     for seed in range(first, first + num):
