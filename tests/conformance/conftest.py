@@ -20,7 +20,7 @@ import pytest
 import migrations
 
 URL = os.environ.get("CONFORMANCE_BASE_URL")
-DATABASES = ["given"] if URL else ["sqlite", "postgres"]
+DATABASES = ["given"] if URL else ["sqlite", pytest.param("postgres", marks=pytest.mark.long)]
 TIMEOUT_S = 120.0
 THOUGHTS = re.compile(
     r"\{%- if message\.reasoning_content.*?\{%- endif %\}|\{%- if enable_thinking.*?\{%- endif %\}",
