@@ -37,6 +37,7 @@ from engine.kernels.cpu.attention_plan import (
     PARTIAL,
     SEQUENCE,
     STRETCH,
+    seen_panels,
 )
 from engine.kernels.cpu.emit import INT8, PAIRS, PANEL, WIDTH
 from engine.kernels.cpu.functions import call_function
@@ -202,14 +203,9 @@ def tile_function(kind: int) -> CFunc:
         """
         places = carray(as_integers(places), (rows,))
         panels = carray(as_integers(panels), (NUM_PANELS,))
-        end = min(places.max() + 1, base + STRETCH)
-        start = base
-        if window > 0:
-            start = max(base, places.min() + 1 - window)
-        if start >= end:
+        low, high, end = seen_panels(places, base, window)
+        if low >= high:
             return 0
-        low = (start - base) // PANEL
-        high = -(-(end - base) // PANEL)
         first_key = base + PANEL * low
         score_keys(queries, rows, head_dim, panels, low, high, values_at, kv_bytes, made, kind)
         seen, scales_at = panels[low:], PANEL * head_dim  # of numbers in 8 bits

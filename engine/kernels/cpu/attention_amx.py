@@ -10,9 +10,8 @@ from numba.extending import intrinsic
 from engine.kernels.cpu import amx
 from engine.kernels.cpu.emit import I64, PANEL, loop, prefetch
 from engine.kernels.cpu.tiles import by_variant, internal_function
-from engine.kernels.cpu.tiles_amx import BLOCK, BLOCK_BYTES, ROWS_AT_ONCE, rows_of_tiles
+from engine.kernels.cpu.tiles_amx import BLOCK, BLOCK_BYTES, fetch_lines, rows_of_tiles
 
-MAX_ROWS = ROWS_AT_ONCE
 _PAIR_ROWS = PANEL // 2  # of a piece's values
 _VARIANTS = [(1, 1), (2, 1)]
 
@@ -37,13 +36,13 @@ def score_keys(
 
 
 def _score_function(module: Any, row_tiles: int, _one: int) -> Any:
-    totals, left, right = (0, 1), (2, 3), (4, 5)
+    totals, left, right = (0, 1), (2, 3), 4
 
     def fill(build: Any, args: Any) -> None:
         queries, pieces, num_pieces, blocks, scores, lds, ahead, values_at, num_rows = args
         rows = rows_of_tiles(build, num_rows, row_tiles)
         shapes = {tile[i]: (rows[i], 64) for tile in (totals, left) for i in range(row_tiles)}
-        shapes |= {tile: (I64(amx.TILE_ROWS), 64) for tile in right}
+        shapes[right] = (I64(amx.TILE_ROWS), 64)
         amx.configure(build, amx.room(build, 64), shapes)
         query_bytes = build.mul(blocks, I64(2 * BLOCK))
         score_bytes = build.mul(lds, I64(4))
@@ -55,18 +54,18 @@ def _score_function(module: Any, row_tiles: int, _one: int) -> Any:
             past = build.icmp_signed(">=", later, num_pieces)
             later = build.select(past, build.sub(later, num_pieces), later)
             offset = build.select(past, values_at, I64(0))
-            _fetch(build, build.add(_piece_at(build, pieces, later), offset), lines)
+            fetch_lines(build, [build.add(_piece_at(build, pieces, later), offset)], lines)
             for i in range(row_tiles):
                 amx.zero_tile(build, totals[i])
 
             def one_block(block: Any, inner: list[Any]) -> list[Any]:
                 at = build.add(piece, build.mul(block, I64(BLOCK_BYTES)))
-                amx.load_tile(build, right[0], at, I64(64))
+                amx.load_tile(build, right, at, I64(64))
                 for i in range(row_tiles):
                     first = build.add(queries, build.mul(block, I64(2 * BLOCK)))
                     first = build.add(first, build.mul(query_bytes, I64(amx.TILE_ROWS * i)))
                     amx.load_tile(build, left[i], first, query_bytes)
-                    amx.add_bfloat16_products(build, totals[i], left[i], right[0])
+                    amx.add_bfloat16_products(build, totals[i], left[i], right)
                 return inner
 
             loop(build, blocks, [], one_block)
@@ -155,11 +154,3 @@ def _weigh_function(module: Any, row_tiles: int, _one: int) -> Any:
 def _piece_at(build: Any, pieces: Any, index: Any) -> Any:
     address = build.add(pieces, build.mul(index, I64(8)))
     return build.load(build.inttoptr(address, I64.as_pointer()))
-
-
-def _fetch(build: Any, address: Any, lines: Any) -> None:
-    def one_line(index: Any, state: list[Any]) -> list[Any]:
-        prefetch(build, build.add(address, build.mul(index, I64(64))))
-        return state
-
-    loop(build, lines, [], one_line)

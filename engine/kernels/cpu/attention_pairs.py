@@ -13,7 +13,13 @@ from numba.np.numpy_support import carray
 
 from engine.kernels.cpu import attention_amx
 from engine.kernels.cpu.amx import TILE_ROWS
-from engine.kernels.cpu.attention_plan import AHEAD, NUM_PANELS, PAIR_ROWS, STRETCH
+from engine.kernels.cpu.attention_plan import (
+    AHEAD,
+    NUM_PANELS,
+    PAIR_ROWS,
+    STRETCH,
+    seen_panels,
+)
 from engine.kernels.cpu.emit import PAIRS, PANEL, WIDTH
 from engine.kernels.cpu.pairs import BY_AMX, round_vector
 from engine.kernels.cpu.softmax_pairs import softmax_pairs
@@ -103,14 +109,9 @@ def pairs_function() -> CFunc:
         """As `attend_tile`; queries are bfloat16, and a piece of values is copied beyond `made`."""
         places = carray(as_integers(places), (rows,))
         panels = carray(as_integers(panels), (NUM_PANELS,))
-        end = min(places.max() + 1, base + STRETCH)
-        start = base
-        if window > 0:
-            start = max(base, places.min() + 1 - window)
-        if start >= end:
+        low, high, end = seen_panels(places, base, window)
+        if low >= high:
             return 0
-        low = (start - base) // PANEL
-        high = -(-(end - base) // PANEL)
         first_key = base + PANEL * low
         seen, row_tiles = panels[low:].ctypes.data, 1 if rows <= TILE_ROWS else 2
         if BY_AMX:

@@ -84,6 +84,21 @@ ITEMS, MERGES, PIECES, ROWS = range(4)
 
 
 @njit(nogil=True, cache=True)
+def seen_panels(places, base, window):
+    """[low, high) of a stretch's panels that rows at these places see keys of; and those keys' end.
+
+    None, low = high, where they see no key of it.
+    """
+    end = min(places.max() + 1, base + STRETCH)
+    start = base
+    if window > 0:
+        start = max(base, places.min() + 1 - window)
+    if start >= end:
+        return 0, 0, end
+    return (start - base) // PANEL, -(-(end - base) // PANEL), end
+
+
+@njit(nogil=True, cache=True)
 def plan_attention(sequences, shape, num_workers):
     """Items of at most 48 query rows of one KV head.
 
