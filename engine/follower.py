@@ -7,7 +7,6 @@ pipe ends. It leaves signals to rank 0, and dies with it.
 import contextlib
 import json
 import logging
-import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from engine.collectives import ProcessGroup
 from engine.config import EngineConfig
 from engine.crew import FAILED, HERE, LOADED
-from engine.lifeline import die_with_parent
+from engine.lifeline import heed_parent_alone
 from engine.model_runner import ModelRunner, device_of
 from engine.shards import Shard
 
@@ -23,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(fd: int) -> int:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heed_parent_alone()
     pipe = Connection(fd)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         start = json.loads(pipe.recv_bytes())

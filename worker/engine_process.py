@@ -8,14 +8,13 @@ leaves no engine behind. It leaves signals to the parent, who decides what is to
 import dataclasses
 import logging
 import os
-import signal
 import sys
 import time
 from multiprocessing.connection import Connection
 
 from engine import outputs
 from engine.config import EngineConfig
-from engine.lifeline import die_with_parent
+from engine.lifeline import heed_parent_alone
 from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, RequestOutput, RequestUpdate
 from engine.sampling_params import ParameterError
@@ -45,9 +44,7 @@ logger = logging.getLogger(__name__)
 
 def main(fd: int) -> int:
     """Serve the parent at the other end of `fd` until it closes the pipe or says stop."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heed_parent_alone()
     pipe = Connection(fd)
     try:
         start = decode_start(pipe.recv_bytes())

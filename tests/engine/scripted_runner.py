@@ -8,6 +8,17 @@ from engine.step_plan import StepPlan
 from engine.step_result import StepResult
 
 
+class Clock:
+    """A millisecond passes between two looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
 def hashed_token(vocab_size: int) -> Callable[[Sequence], int]:
     """A next token that depends on every known token, the sample and the seed, and nothing else."""
 

@@ -11,25 +11,9 @@ from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError
 from engine.sequence import FinishReason
-from engine.tokenizer import Tokenizer
-from tests.engine.scripted_runner import ScriptedRunner, hashed_token
-from tests.engine.tokenizers_on_disk import byte_level, write
+from tests.engine.scripted_runner import Clock, ScriptedRunner, hashed_token
 
 BLOCK_SIZE = 4
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        self.now += 0.001
-        return self.now
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.load(write(tmp_path_factory.mktemp("byte-level"), byte_level()))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.sampler import NumericalError
 from engine.sequence import FinishReason
 from engine.structured_outputs import StructuredOutputs
-from engine.tokenizer import Tokenizer
 from tests.engine.delayed_runner import DelayedRunner
 from tests.engine.mixes import (
     TinyModel,
@@ -19,24 +18,9 @@ from tests.engine.mixes import (
     words,
     write_model,
 )
-from tests.engine.scripted_runner import ScriptedRunner, hashed_token
-from tests.engine.tokenizers_on_disk import byte_level, write
+from tests.engine.scripted_runner import Clock, ScriptedRunner, hashed_token
 
 BLOCK_SIZE = 4
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 0.001
-        return self.now
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.load(write(tmp_path_factory.mktemp("byte-level"), byte_level()))
 
 
 @pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(12)], ids=lambda _: "seed")
@@ -196,14 +180,19 @@ def test_a_model_says_the_same_with_all_options_mixed(model, monkeypatch, seed):
     def texts(overlaps):
         monkeypatch.setattr(model.runner, "overlaps", overlaps)
         engine, outputs = model.engine(), {}
-        for i, (prompt, params) in enumerate(requests):
-            engine.add_request(str(i), list(prompt), params)
-            engine.step()
-        while engine.has_unfinished:
+
+        def step():
             for update in engine.step():
                 if update.output is not None:
                     outputs[update.request_id] = words(update.output)
             engine.check()
+
+        for i, (prompt, params) in enumerate(requests):
+            engine.add_request(str(i), list(prompt), params)
+            step()
+        while engine.has_unfinished:
+            step()
+        assert len(outputs) == len(requests)
         return outputs
 
     launched = []
