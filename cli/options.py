@@ -17,11 +17,13 @@ def environment(**overrides: object) -> dict[str, str]:
     Raises click.UsageError for an option out of its setting's bounds.
     """
     given = {variable(name): str(value) for name, value in overrides.items() if value is not None}
+    environ = dict(os.environ) | given
     try:
-        Settings.from_env(given)
+        Settings.from_env(environ)
     except SettingsError as error:
-        raise click.UsageError(str(error)) from None
-    return dict(os.environ) | given
+        if error.variable in given:
+            raise click.UsageError(str(error)) from None
+    return environ
 
 
 def settings_of(environ: Mapping[str, str]) -> Settings:
