@@ -10,33 +10,16 @@ SettingsError
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from jobs.addresses import is_loopback
+from jobs.setting_values import ModelEntry, SettingsError, check, models, read, variable
+
+__all__ = ["ModelEntry", "Settings", "SettingsError", "unknown_variables", "variable"]
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_SIZE = re.compile(r"(\d+)\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
-
-class SettingsError(ValueError):
-    """A missing or odd value; `variable` is the environment variable to mend."""
-
-    def __init__(self, variable: str, message: str) -> None:
-        super().__init__(f"{variable} {message}")
-        self.variable = variable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEntry:
-    """A model this deployment serves: the name clients use, and the checkpoint behind it."""
-
-    name: str
-    path: str  # checkpoint folder, GGUF file or hub id
 
 
 def _setting(
@@ -245,7 +228,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check(each, getattr(self, each.name))
+            check(each, getattr(self, each.name))
         if self.auth == "none" and not is_loopback(self.host):
             raise SettingsError(
                 "TOKENMILL_HOST",
@@ -283,7 +266,7 @@ class Settings:
         values: dict[str, Any] = {}
         for each in fields(cls):
             if text := environ.get(variable(each.name), "").strip():
-                values[each.name] = _read(each, text)
+                values[each.name] = read(each, text)
         if "lease_s" in values:
             values.setdefault("beat_s", min(5.0, values["lease_s"] / 6))
         folder = Path(values.get("data_dir", ".tokenmill"))
@@ -291,19 +274,12 @@ class Settings:
             raise SettingsError("TOKENMILL_DATA_DIR", f"must not contain '?', got {str(folder)!r}")
         values.setdefault("database_url", f"sqlite:///{folder / 'tokenmill.db'}")
         names = environ.get("TOKENMILL_MODELS", "").strip() or "smollm2-135m-instruct"
-        values["models"] = _models(names, folder)
+        values["models"] = models(names, folder)
         return cls(**values)
 
     def model(self, name: str) -> ModelEntry | None:
         """The entry of that name, None when this deployment does not serve it."""
         return next((model for model in self.models if model.name == name), None)
-
-
-def variable(field_name: str) -> str:
-    """The environment variable behind a field of Settings."""
-    if field_name in ("database_url", "redis_url"):
-        return field_name.upper()
-    return f"TOKENMILL_{field_name.upper()}"
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -313,82 +289,3 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """
     known = {variable(each.name) for each in fields(Settings)}
     return sorted(name for name in environ if name.startswith("TOKENMILL_") and name not in known)
-
-
-def _models(text: str, data_dir: Path) -> tuple[ModelEntry, ...]:
-    entries = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, path = (piece.strip() for piece in part.partition("="))
-        entries.append(ModelEntry(name=name, path=path or str(data_dir / "models" / name)))
-    return tuple(entries)
-
-
-def _read(setting: Field[Any], text: str) -> Any:
-    name = variable(setting.name)
-    if setting.type in (str, tuple[ModelEntry, ...]):
-        return text
-    if setting.type is bool:
-        if text.lower() not in _TRUE + _FALSE:
-            raise SettingsError(name, f"must be true or false, got {text!r}")
-        return text.lower() in _TRUE
-    number = _SIZE.fullmatch(text)
-    if setting.metadata["unit"] == "bytes":
-        if number is None:
-            raise SettingsError(name, f"is not a number of bytes: {text!r}")
-        return int(number[1]) * _SIZES[(number[2] or "").lower()]
-    kind = float if setting.type is float else int
-    try:
-        return kind(text)
-    except ValueError:
-        unit = setting.metadata["unit"]
-        expected = f"a number of {unit}" if unit else "a number"
-        raise SettingsError(name, f"is not {expected}: {text!r}") from None
-
-
-def _check(setting: Field[Any], value: Any) -> None:
-    name, limits = variable(setting.name), setting.metadata
-    if setting.name == "database_url":
-        if not re.match(r"(sqlite|postgres|postgresql)(\+[a-z0-9]+)?://", value):
-            # the value may hold a password: say what is wrong without repeating it
-            raise SettingsError(name, "must start with sqlite:/// or postgresql://")
-        if value.startswith("sqlite") and not re.match(r"[^:]+:///(?!:memory:)[^?]", value):
-            raise SettingsError(name, "must name a file: sqlite:///PATH")
-        if value.startswith("postgres"):
-            _check_postgres(name, value)
-    elif setting.name == "redis_url":
-        _check_redis(name, value)
-    elif limits["choices"] is not None and value not in limits["choices"]:
-        raise SettingsError(name, f"must be one of {', '.join(limits['choices'])}, got {value!r}")
-    elif setting.name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise SettingsError(name, f"must be auto, cpu, cuda or cuda:N, got {value!r}")
-    elif limits["low"] is not None and value is not None:
-        low, high = limits["low"], limits["high"]
-        within = low <= value <= high  # NaN is not
-        if not within:
-            raise SettingsError(name, f"must be in [{low:g}, {high:g}], got {value:g}")
-
-
-# a URL may hold a password: neither of these repeats it
-
-
-def _check_redis(name: str, url: str) -> None:
-    if not re.match(r"(rediss?|unix|redis\+socket)://", url):
-        raise SettingsError(name, "must start with redis://, rediss:// or unix://")
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # read only when asked for
-    except ValueError:
-        raise SettingsError(name, "has a host or port that cannot be read") from None
-    if parts.scheme in ("redis", "rediss") and not re.fullmatch(r"/?\d*", parts.path):
-        raise SettingsError(name, "must end with the number of a database, or with the port")
-
-
-def _check_postgres(name: str, url: str) -> None:
-    from jobs.database import DatabaseURLError, parse_url  # SQLAlchemy: only where it is needed
-
-    try:
-        port = parse_url(url).port
-    except DatabaseURLError:
-        port = -1
-    if port is not None and not 0 < port < 1 << 16:
-        raise SettingsError(name, "has a host or port that cannot be read")
