@@ -1,13 +1,13 @@
 """OpenAI's shapes, both ways: a body to a generation, a generation's outcome to a response body.
 
-Every field of the endpoints is in a table here: it works, it is harmless and ignored, it is
-accepted at the one value that asks for nothing, or it is refused by name. Bounds of sampling
-options are the engine's to check; here only that each has the right type.
+Every field of the endpoints is in a table (`jobs.openai_tables`): it works, it is harmless and
+ignored, it is accepted at the one value that asks for nothing, or it is refused by name. Bounds of
+sampling options are the engine's to check; here only that each has the right type.
 
 BodyError
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from jobs import (
     openai_tools,
     structured_outputs,
 )
+from jobs import openai_tables as tables
 from jobs.openai_fields import BodyError, UnknownField
 from jobs.openai_tools import NO_TOOLS, ToolCall, ToolUse
 
@@ -72,7 +73,7 @@ def parse(url: str, body: object, *, streams: bool = False) -> Generation:
     _refuse_unknown(url, body)
     given = {name: value for name, value in body.items() if value is not None}
     options = {
-        field: read(field, given[field]) for field, read in _OPTIONS.items() if field in given
+        field: read(field, given[field]) for field, read in tables.OPTIONS.items() if field in given
     }
     openai_streaming.check(given, streams=streams)
     if fields.boolean("use_beam_search", given.get("use_beam_search", False)):
@@ -243,16 +244,16 @@ def _choice(choice: Choice, chat_id: str | None) -> dict[str, Any]:
 def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
     """Null means that a field is not given; a field that does not exist is refused all the same."""
     chat = url == CHAT
-    works = _CHAT_FIELDS if chat else _COMPLETIONS_FIELDS
-    neutral = _CHAT_NEUTRAL if chat else _COMPLETIONS_NEUTRAL
-    refused = _CHAT_REFUSED if chat else frozenset[str]()
+    works = tables.CHAT_FIELDS if chat else tables.COMPLETIONS_FIELDS
+    neutral = tables.CHAT_NEUTRAL if chat else tables.COMPLETIONS_NEUTRAL
+    refused = tables.CHAT_REFUSED if chat else frozenset[str]()
     for name, value in body.items():
-        if name in works or name in _OPTIONS or name in _BOTH_WORK:
+        if name in works or name in tables.OPTIONS or name in tables.BOTH_WORK:
             continue
-        if value is None and (name in _HARMLESS or name in neutral or name in refused):
+        if value is None and (name in tables.HARMLESS or name in neutral or name in refused):
             continue
-        if name in _HARMLESS:
-            _HARMLESS[name](name, value)
+        if name in tables.HARMLESS:
+            tables.HARMLESS[name](name, value)
         elif name in neutral:
             # by type too: 0 is not false
             if not any(type(value) is type(each) and value == each for each in neutral[name]):
@@ -331,66 +332,3 @@ def _prompt(value: object) -> str | tuple[int, ...]:
                 f"got {fields.shown(token_id)}",
             )
     return tuple(value)
-
-
-_OPTIONS: dict[str, Callable[[str, object], Any]] = {
-    "n": fields.integer,
-    "temperature": fields.number,
-    "top_p": fields.number,
-    "seed": fields.integer,
-    "stop": fields.texts,
-    # vLLM's names for what OpenAI lacks
-    "top_k": fields.integer,
-    "min_p": fields.number,
-    "min_tokens": fields.integer,
-    "ignore_eos": fields.boolean,
-    "stop_token_ids": fields.token_ids,
-    "presence_penalty": fields.number,
-    "frequency_penalty": fields.number,
-    "logit_bias": fields.logit_bias,
-    "repetition_penalty": fields.number,
-    "allowed_token_ids": fields.token_ids,
-    "bad_words": fields.list_of_texts,
-    "include_stop_str_in_output": fields.boolean,
-    "skip_special_tokens": fields.boolean,
-    "prompt_logprobs": fields.integer,
-    "repetition_detection": fields.counts,
-    "thinking_token_budget": fields.integer,
-    "timeout_s": fields.number,  # our own
-    "length_penalty": fields.number,  # vLLM's too
-    # transformers' names
-    "num_beams": fields.integer,
-    "early_stopping": fields.boolean_or_text,
-    "num_beam_groups": fields.integer,
-    "diversity_penalty": fields.number,
-}
-_CHAT_FIELDS = {
-    "model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",
-    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "store",
-}  # fmt: skip
-_COMPLETIONS_FIELDS = {"model", "prompt", "max_tokens", "logprobs", "echo"}
-
-_BOTH_WORK = structured_outputs.NAMES | {"use_beam_search", "stream", "stream_options"}
-
-# labels for the sender's own use, and hints about caching that change no output
-_HARMLESS: dict[str, Callable[[str, object], Any]] = {
-    "user": fields.text,
-    "metadata": fields.labels,
-    "safety_identifier": fields.text,
-    "prompt_cache_key": fields.text,
-}
-# accepted only at a value that asks for nothing
-_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-}
-_COMPLETIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-}
-_CHAT_REFUSED = frozenset({
-    "audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention",
-    "reasoning_effort", "verbosity", "web_search_options",
-})  # fmt: skip

@@ -16,8 +16,8 @@ MAX_ITEMS = 4096
 LOGPROBS = "message.output_text.logprobs"
 
 # the same field under another name in a chat
-_RENAMED = {"max_output_tokens": "max_completion_tokens"}
-_SAME = frozenset({
+RENAMED = {"max_output_tokens": "max_completion_tokens"}
+SAME = frozenset({
     "model", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs", "user",
     "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "stream", "store",
     # what OpenAI lacks, under vLLM's names
@@ -26,16 +26,16 @@ _SAME = frozenset({
     "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens",
     "repetition_detection", "thinking_token_budget", "timeout_s", "structured_outputs",
 })  # fmt: skip
-_READ_HERE = frozenset({
+READ_HERE = frozenset({
     "input", "instructions", "text", "tools", "tool_choice", "top_logprobs", "include",
     "stream_options", "background", "previous_response_id",
 })  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning": ({},),
     "conversation": (),
 }
-_REFUSED = frozenset({
+REFUSED = frozenset({
     "background_options", "context_management", "max_tool_calls", "moderation", "prompt",
     "prompt_cache_options", "prompt_cache_retention",
 })  # fmt: skip
@@ -64,7 +64,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """The chat that a response is. Raises BodyError."""
     _refuse_unknown(body)
     given = {name: value for name, value in body.items() if value is not None}
-    chat = {_RENAMED.get(n, n): v for n, v in given.items() if n in _SAME or n in _RENAMED}
+    chat = {RENAMED.get(n, n): v for n, v in given.items() if n in SAME or n in RENAMED}
     background = fields.boolean("background", given.get("background", False))
     if background and given.get("store") is False:
         raise BodyError("background", "background needs store: its result is fetched later")
@@ -95,14 +95,14 @@ def items_of(value: object) -> list[dict[str, Any]]:
 
 def _refuse_unknown(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
-        if name in _SAME or name in _RENAMED or name in _READ_HERE:
+        if name in SAME or name in RENAMED or name in READ_HERE:
             continue
-        if name in _NEUTRAL:
+        if name in NEUTRAL:
             empty = isinstance(value, dict) and not any(x is not None for x in value.values())
-            if value is None or value in _NEUTRAL[name] or (name == "reasoning" and empty):
+            if value is None or value in NEUTRAL[name] or (name == "reasoning" and empty):
                 continue
             raise BodyError(name, f"{name} is not supported yet")
-        if name in _REFUSED:
+        if name in REFUSED:
             if value is not None:
                 raise BodyError(name, f"{name} is not supported yet")
             continue
