@@ -25,6 +25,7 @@ from api.routes import (
     admin,
     completions,
     events,
+    files,
     health,
     jobs,
     metrics,
@@ -35,20 +36,27 @@ from api.routes import (
 )
 from api.services import Services
 from api.sql import Sql
+from api.upload import Uploads
 from api.waiters import Waiters
 from jobs.celery_app import make_app
 from jobs.database import Database
+from jobs.file_store import FileStore
 from jobs.redis_client import connect_async
 from jobs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-ROUTES = (submit, jobs, events, completions, responses, models, health, metrics, admin, webhooks)
+ROUTES = (
+    submit, jobs, events, completions, responses, files, models, health, metrics, admin, webhooks,
+)  # fmt: skip
 
 RESTART_S = 1.0
 CPU_THREADS = 2  # more only take turns at the interpreter's lock
 MAX_CPU_WAITING = 256
 CPU_TIMEOUT_S = 30.0
+DISK_THREADS = 2
+MAX_DISK_WAITING = 256
+DISK_TIMEOUT_S = 30.0
 MAX_SQL_WAITING = 4096
 SQL_TIMEOUT_S = 20.0  # the database's own limits, of about 15 s, come first
 CHECK_THREADS = 1  # of readiness
@@ -127,6 +135,10 @@ def _statement_threads(settings: Settings) -> tuple[int, int]:
 def _wire(settings: Settings) -> Services:
     database = Database(settings.database_url, pool_size=num_database_connections(settings))
     reads, writes = _statement_threads(settings)
+    store = FileStore(settings.files_dir)
+    disk = Pool(
+        "the disk", threads=DISK_THREADS, max_waiting=MAX_DISK_WAITING, timeout_s=DISK_TIMEOUT_S
+    )
     sql = Sql(
         database,
         reads=_statements("reads", reads),
@@ -147,6 +159,9 @@ def _wire(settings: Settings) -> Services:
         sql=sql,
         presenter=Presenter(),
         keyring=Keyring(sql, max_failed_per_minute=settings.max_failed_keys_per_minute),
+        disk=disk,
+        files=store,
+        uploads=Uploads(store, disk, max_bytes=settings.max_file_bytes),
         redis=connect_async(settings.redis_url),
         feed=Feed(settings, connect_async(settings.redis_url, decode=False)),
         cpu=Pool(

@@ -57,7 +57,7 @@ class BodyReader:
         stream = request.stream()
         if declared > self.max_bytes:
             if declared <= DRAIN_BYTES and "expect" not in request.headers:
-                await _drain(stream)
+                await drain(stream)
             raise self._too_large(declared)
         size = 0
         try:
@@ -70,7 +70,7 @@ class BodyReader:
         except TimeoutError:
             raise TooSlow(f"the body took longer than {READ_TIMEOUT_S:g} s", code="slow") from None
         if size > self.max_bytes:
-            await _drain(stream)
+            await drain(stream)
             raise self._too_large(size)
 
     def _too_large(self, size: int) -> BodyTooLarge:
@@ -81,7 +81,7 @@ class BodyReader:
         return error
 
 
-async def _drain(stream: AsyncGenerator[bytes, None] | AsyncIterator[bytes]) -> None:
+async def drain(stream: AsyncGenerator[bytes, None] | AsyncIterator[bytes]) -> None:
     """Read a refused body away, within bounds, so that its sender comes to read the refusal.
 
     Answering at once would close the socket on unread bytes, and TCP then resets the connection,

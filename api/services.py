@@ -18,7 +18,9 @@ from api.keyring import Keyring
 from api.pool import Pool
 from api.present import Presenter
 from api.sql import Sql
+from api.upload import Uploads
 from api.waiters import Waiters
+from jobs.file_store import FileStore
 from jobs.keys import Principal
 from jobs.settings import Settings
 
@@ -39,6 +41,9 @@ class Services:
     presenter: Presenter
     keyring: Keyring
     cpu: Pool  # parsing and tokenizing
+    disk: Pool  # reading and writing files
+    files: FileStore
+    uploads: Uploads
     redis: redis.asyncio.Redis  # for health only
     feed: Feed
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -54,6 +59,7 @@ class Services:
             await asyncio.wait(self.tasks, timeout=TASKS_GRACE_S)
         self.hints.stop(HINTS_GRACE_S)
         self.cpu.close()
+        self.disk.close()
         self.sql.close()
         await self.feed.close()
         with suppress(RedisError, OSError):

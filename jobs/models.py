@@ -172,6 +172,20 @@ class WebhookDelivery(Base):
     created_at: Mapped[float]
 
 
+class File(Base):
+    """A file of a tenant's. Its bytes are in the files folder, under its id."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    filename: Mapped[str]  # as its sender calls it: shown, and never a path
+    purpose: Mapped[str] = mapped_column(String(16))
+    bytes: Mapped[int]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+
+
 def _table(model: type[Base]) -> Table:
     table = model.__table__
     assert isinstance(table, Table)
@@ -181,6 +195,7 @@ def _table(model: type[Base]) -> Table:
 jobs, workers, idempotency_keys = _table(Job), _table(Worker), _table(IdempotencyKey)
 tenants, api_keys = _table(Tenant), _table(ApiKey)
 webhook_endpoints, webhook_deliveries = _table(WebhookEndpoint), _table(WebhookDelivery)
+files = _table(File)
 
 # spelled as constants: no planner proves that a partial index applies to a state it is not told
 QUEUED = jobs.c.state == literal_column("'queued'")
@@ -229,3 +244,5 @@ Index("jobs_newest", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id)
 Index("api_keys_of", api_keys.c.tenant_id)
 Index("jobs_state", jobs.c.model, jobs.c.state, jobs.c.finished_at)
 Index("idempotency_keys_age", idempotency_keys.c.created_at)
+Index("files_of", files.c.tenant_id, files.c.created_at, files.c.id)
+_partial("files_to_expire", files.c.expires_at, where="expires_at IS NOT NULL")

@@ -208,6 +208,18 @@ class Settings:
         86_400.0, "How long an Idempotency-Key is remembered.", unit="seconds", low=1,
         high=31_536_000,
     )  # fmt: skip
+    files_dir: str = _setting(
+        ".tokenmill/files",
+        "Folder of uploaded files and of those made for batches; unset: files in the data folder. "
+        "The API and the sweeper share it.",
+    )
+    max_file_bytes: int = _setting(
+        100 << 20, "Largest file accepted.", unit="bytes", low=1 << 10, high=1 << 44
+    )
+    file_ttl_s: int = _setting(
+        2_592_000, "How long a file is kept that names no time of its own.", unit="seconds",
+        low=60, high=315_360_000,
+    )  # fmt: skip
     webhook_timeout_s: float = _setting(
         10.0, "Longest wait for a webhook's receiver, from its address to its reply's status.",
         unit="seconds", low=0.1, high=60,
@@ -273,6 +285,7 @@ class Settings:
         if "?" in str(folder):  # in a database URL the path would end there
             raise SettingsError("TOKENMILL_DATA_DIR", f"must not contain '?', got {str(folder)!r}")
         values.setdefault("database_url", f"sqlite:///{folder / 'tokenmill.db'}")
+        values.setdefault("files_dir", str(folder / "files"))
         names = environ.get("TOKENMILL_MODELS", "").strip() or "smollm2-135m-instruct"
         values["models"] = models(names, folder)
         return cls(**values)

@@ -35,6 +35,8 @@ ALL_TENANTS = {
     "jobs.claims.put_back": "a worker's: ids come from the runway",
     "jobs.claims.release": "a worker's, under its fences",
     "jobs.claims._save": "a worker's, under its fences",
+    "jobs.files.expire": "the sweeper's",
+    "jobs.files.known": "the sweeper's",
     "jobs.finishing.ended_under": "a worker's, under its fences",
     "jobs.finishing._finish": "a worker's, under its fences",
     "jobs.finishing.revoke": "what Celery revokes; whoever reaches the broker is trusted",
