@@ -4,6 +4,7 @@ import ctypes
 import platform
 from typing import Any
 
+from llvmlite.binding import get_host_cpu_name
 from numba.core import config
 from numba.core.codegen import get_host_cpu_features
 
@@ -14,6 +15,7 @@ _listed: str = _settings.CPU_FEATURES or get_host_cpu_features()
 
 # this machine's, or what Numba is told; LLVM's names: avx2, fma …
 FEATURES = frozenset(each[1:] for each in _listed.split(",") if each.startswith("+"))
+CPU: str = _settings.CPU_NAME or get_host_cpu_name()  # LLVM's: znver5, sapphirerapids …
 
 
 def _may_use_tiles() -> bool:

@@ -25,10 +25,11 @@ from engine.kernels.cpu.emit import (
     load_integers,
     splat,
 )
-from engine.kernels.cpu.machine import FEATURES, HAS_AMX
+from engine.kernels.cpu.machine import CPU, FEATURES, HAS_AMX
 from engine.kernels.memory import allocate
 
-HAS_PAIRS = WIDTH == 16 and "avx512bf16" in FEATURES
+# Intel's vectors multiply bfloat16 at half the rate of float32, AMD's at twice
+HAS_PAIRS = WIDTH == 16 and "avx512bf16" in FEATURES and (HAS_AMX or CPU.startswith("znver"))
 BY_AMX = HAS_PAIRS and HAS_AMX  # 32 numbers of a row at once
 FILLED_TO = 32 if BY_AMX else 2  # numbers of a weight's row, with zeros
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu.emit import WIDTH
-from engine.kernels.cpu.machine import FEATURES, HAS_AMX
+from engine.kernels.cpu.machine import CPU, FEATURES, HAS_AMX
 
 AVX2 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,"
@@ -30,12 +30,18 @@ def test_kernels_are_right_in_registers_of_eight_numbers():
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-@pytest.mark.skipif(not HAS_AMX, reason="the other tests run without it on this machine")
-def test_kernels_are_right_without_amx():
+@pytest.mark.skipif("avx512bf16" not in FEATURES, reason="has no products of bfloat16")
+@pytest.mark.skipif(
+    CPU.startswith("znver") and not HAS_AMX, reason="the other tests run so on this machine"
+)
+def test_products_of_bfloat16_are_right_in_vectors_alone():
     names = sorted(name for name in FEATURES if not name.startswith("amx"))
-    told = {"NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in names)}
-    has_amx = "from engine.kernels.cpu.machine import HAS_AMX; print(HAS_AMX)"
-    assert _run(["-c", has_amx], told).stdout == "False\n"
+    told = {
+        "NUMBA_CPU_NAME": "znver4",
+        "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in names),
+    }
+    has = "from engine.kernels.cpu.pairs import BY_AMX, HAS_PAIRS; print(HAS_PAIRS, BY_AMX)"
+    assert _run(["-c", has], told).stdout == "True False\n"
     folder = Path(__file__).parent
     files = [str(folder / name) for name in ("test_pairs.py", "test_cpu.py")]
     chosen = "pairs or 8_bit or bfloat16 or rounded"
