@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint up bench chaos chaos-report soak simulate clean
+.PHONY: help setup demo test lint up bench chaos chaos-report soak simulate fuzz clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -50,6 +50,9 @@ soak: setup  ## run under light faults for MINUTES (30); print how memory, files
 
 simulate: setup  ## run SEEDS (10,000) random deployments from seed FIRST (0) on, in one thread
 	$(BIN)/python -m tests.simulation.service $(or $(FIRST),0) $(or $(SEEDS),10000)
+
+fuzz: setup  ## send REQUESTS (5,000) odd calls to a service, by its OpenAPI document; judge replies
+	$(BIN)/python -m tests.e2e.fuzz --requests $(or $(REQUESTS),5000)
 
 clean:  ## remove .venv and caches; models and databases in .tokenmill stay
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -24,6 +24,7 @@ from api.present import Presenter
 from api.routes import (
     admin,
     completions,
+    document,
     events,
     files,
     health,
@@ -87,7 +88,8 @@ def create_app(settings: Settings) -> FastAPI:
             await asyncio.gather(*tasks, return_exceptions=True)
             await services.close()
 
-    # docs and schema routes off: every route is one that docs/http.md lists with its purpose
+    # FastAPI's own pages are off: every route is one that docs/http.md lists with its purpose
+    modules = (*ROUTES, document) if settings.openapi else ROUTES
     app = FastAPI(
         title="Tokenmill",
         docs_url=None,
@@ -95,7 +97,7 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        routes=[route for module in ROUTES for route in module.router.routes],
+        routes=[route for module in modules for route in module.router.routes],
     )
     app.state.services = services
     app.add_middleware(Guard, services=services)

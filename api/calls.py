@@ -17,7 +17,7 @@ from jobs.streams import StreamMode
 
 NAMESPACE = "tokenmill"
 EXTENSIONS = ("priority", "deadline_s")
-_IN_NAMESPACE = (*EXTENSIONS, "custom_id", "max_attempts")
+NAMESPACED = (*EXTENSIONS, "custom_id", "max_attempts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ def _take_envelope(body: dict[str, Any]) -> dict[str, Any]:
         raise BadRequest(f"{NAMESPACE} must be an object", param=NAMESPACE)
     for name in ours:
         at = f"{NAMESPACE}.{name}"[:100]
-        if name not in _IN_NAMESPACE:
-            known = ", ".join(_IN_NAMESPACE)
+        if name not in NAMESPACED:
+            known = ", ".join(NAMESPACED)
             message = f"{at} is not a field; there are {known}"
             raise BadRequest(message, param=at, code="unknown_field")
         if name in around:

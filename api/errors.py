@@ -185,8 +185,10 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> list[str]:
     """What this path takes. The router's own word is the first of its routes alone."""
     matching = [
-        route.methods or ()
+        route
         for route in request.app.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
     ]
-    return sorted({method for methods in matching for method in methods})
+    # a path of its own is no id, though it stands where one may
+    own = [route for route in matching if route.path == request.url.path]
+    return sorted({method for route in own or matching for method in route.methods or ()})

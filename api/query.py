@@ -1,11 +1,12 @@
 """Query strings and headers: each known, given once and within its bound, or refused by name.
 
 A parameter's reader takes the text and raises ValueError, whose message goes on after the
-parameter's name ("must be …").
+parameter's name ("must be …"); its `schema` says the same to who reads the API's document.
 """
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -15,7 +16,17 @@ from api.errors import BadRequest
 
 MAX_TEXT = 256  # characters
 
-Reader = Callable[[str], Any]
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Of one parameter."""
+
+    read: Callable[[str], Any]
+    schema: Mapping[str, Any]  # JSON Schema of what it takes
+
+    def __call__(self, value: str) -> Any:
+        return self.read(value)
+
 
 _INTEGER = re.compile(r"[0-9]{1,18}")
 _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
@@ -50,22 +61,22 @@ def read_header(request: Request, name: str) -> str | None:
     return values[0] if values else None
 
 
-def text(value: str) -> str:
+def _text(value: str) -> str:
     # the databases disagree about NUL, so it never reaches one
     if not 1 <= len(value) <= MAX_TEXT or "\x00" in value:
         raise ValueError(f"must have 1 to {MAX_TEXT} characters, none of them NUL")
     return value
 
 
-def any_text(value: str) -> str:
-    """For what is read by nobody."""
-    return text(value)
-
-
-def boolean(value: str) -> bool:
+def _boolean(value: str) -> bool:
     if value not in ("true", "false"):
         raise ValueError("must be true or false")
     return value == "true"
+
+
+text = Reader(_text, {"type": "string", "minLength": 1, "maxLength": MAX_TEXT})
+any_text = text  # for what is read by nobody
+boolean = Reader(_boolean, {"type": "boolean"})
 
 
 def one_of(choices: type[StrEnum] | tuple[str, ...]) -> Reader:
@@ -74,7 +85,7 @@ def one_of(choices: type[StrEnum] | tuple[str, ...]) -> Reader:
             raise ValueError(f"must be one of {', '.join(choices)}")
         return choices(value) if isinstance(choices, type) else value
 
-    return read
+    return Reader(read, {"enum": [str(each) for each in choices]})
 
 
 def integer(low: int, high: int) -> Reader:
@@ -83,7 +94,7 @@ def integer(low: int, high: int) -> Reader:
             raise ValueError(f"must be an integer in [{low}, {high}]")
         return int(value)
 
-    return read
+    return Reader(read, {"type": "integer", "minimum": low, "maximum": high})
 
 
 def seconds(low: int, high: int) -> Reader:
@@ -92,7 +103,7 @@ def seconds(low: int, high: int) -> Reader:
             raise ValueError(f"must be a number of seconds in [{low}, {high}]")
         return float(value)
 
-    return read
+    return Reader(read, {"type": "number", "minimum": low, "maximum": high})
 
 
 def _brief(value: str) -> str:

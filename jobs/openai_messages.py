@@ -23,7 +23,7 @@ _ROLES = {
 _FIELDS = ("role", "content", "name")
 _FIELDS_OF_ROLE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
 # what OpenAI's clients send back as null with a message they were given
-_REFUSED = ("function_call", "refusal", "audio", "annotations")
+REFUSED = ("function_call", "refusal", "audio", "annotations")
 
 
 def messages(value: object) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def _check_fields(path: str, message: dict[str, Any], given: dict[str, Any], rol
         if name in _FIELDS or name in _FIELDS_OF_ROLE.get(role, ()):
             continue
         owner = next((each for each, names in _FIELDS_OF_ROLE.items() if name in names), None)
-        if owner is None and name not in _REFUSED:
+        if owner is None and name not in REFUSED:
             at = f"{path}.{name[: fields.MAX_SHOWN]}"
             raise UnknownField(at, f"{at} is not a field of a message")
         if name not in given:

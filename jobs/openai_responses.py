@@ -49,8 +49,8 @@ _NAMES = (
     (re.compile(r"^(?:messages|prompt)\b.*"), "input"),
     (re.compile(r"^logprobs\b"), "top_logprobs"),
 )
-_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-_PART_FIELDS = ("type", "text", "refusal", "annotations", "logprobs")
+PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+PART_FIELDS = ("type", "text", "refusal", "annotations", "logprobs")
 
 
 def field_of(param: str) -> str:
@@ -195,7 +195,7 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
 def _said(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part[_PARTS[part["type"]]] for part in content)
+    return "\n".join(part[PARTS[part["type"]]] for part in content)
 
 
 def _item(path: str, value: object) -> dict[str, Any]:
@@ -225,9 +225,9 @@ def _content(path: str, value: object) -> None:
         raise BodyError(path, f"{path} must be a string or a list of parts")
     for i, part in enumerate(value):
         at = f"{path}[{i}]"
-        read = fields.record(at, part, _PART_FIELDS)
-        kind = fields.one_of(f"{at}.type", read.get("type"), tuple(_PARTS))
-        fields.text(f"{at}.{_PARTS[kind]}", read.get(_PARTS[kind]))
+        read = fields.record(at, part, PART_FIELDS)
+        kind = fields.one_of(f"{at}.type", read.get("type"), tuple(PARTS))
+        fields.text(f"{at}.{PARTS[kind]}", read.get(PARTS[kind]))
 
 
 def _thoughts(path: str, value: object) -> None:

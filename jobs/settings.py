@@ -181,6 +181,7 @@ class Settings:
     max_crashes: int = _setting(
         3, "Engine crashes with one job before it is failed as poisoned.", low=1, high=100
     )
+    openapi: bool = _setting(False, "Serve the API's OpenAPI document, at /openapi.json.")
     max_body_bytes: int = _setting(
         4 << 20, "Largest HTTP body accepted.", unit="bytes", low=1 << 10, high=1 << 30
     )

@@ -18,7 +18,8 @@ from jobs.models import tenants
 
 DEFAULT_TENANT = "default"  # whose everything is in single-user mode, and what comes by Celery
 MAX_QUOTA = 2**53
-_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+ID_PATTERN = "^[a-z0-9][a-z0-9_-]{0,63}$"
+_ID = re.compile(ID_PATTERN)
 
 
 class TenantError(ValueError):

@@ -21,6 +21,8 @@ from jobs.tenants import MAX_QUOTA, QUOTAS, Quotas, TenantRecord
 R = TypeVar("R")
 M = TypeVar("M", bound=BaseModel)
 
+KEYS_QUERY = {"tenant": text}
+
 router = APIRouter()
 
 Quota = Annotated[int, Field(ge=0, le=MAX_QUOTA)] | None
@@ -39,7 +41,9 @@ class QuotaFields(BaseModel):
 
 
 class NewTenant(QuotaFields):
-    id: Annotated[str, Field(min_length=1, max_length=64)]
+    id: Annotated[
+        str, Field(min_length=1, max_length=64, json_schema_extra={"pattern": tenants.ID_PATTERN})
+    ]
 
 
 class NewKey(BaseModel):
@@ -48,7 +52,9 @@ class NewKey(BaseModel):
     tenant: Annotated[str, Field(min_length=1, max_length=64)] = tenants.DEFAULT_TENANT
     name: Annotated[str, Field(min_length=1, max_length=keys.MAX_NAME)]
     scopes: list[str] = Field(
-        default_factory=lambda: [str(scope) for scope in keys.TENANT_SCOPES], min_length=1
+        default_factory=lambda: [str(scope) for scope in keys.TENANT_SCOPES],
+        min_length=1,
+        json_schema_extra={"items": {"enum": [str(scope) for scope in Scope]}},
     )
 
 
@@ -65,7 +71,7 @@ async def create_key(request: Request, services: ServicesDep) -> Response:
 
 @router.get("/admin/v1/keys")
 async def list_keys(request: Request, services: ServicesDep) -> Response:
-    tenant = read_query(request, {"tenant": text}).get("tenant")
+    tenant = read_query(request, KEYS_QUERY).get("tenant")
     records = await services.sql.read(lambda connection, now: keys.list_keys(connection, tenant))
     return json_response({"object": "list", "data": [key_object(record) for record in records]})
 

@@ -26,6 +26,7 @@ LIST_QUERY = {
     "order": one_of(("asc", "desc")),
     "after": text,  # the id of the last file of the page before
 }
+TTL = integer(files.MIN_TTL_S, files.MAX_TTL_S)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", _ANCHOR, _SECONDS)
 
@@ -175,7 +176,7 @@ def _ttl_s(received: Upload, default: float) -> float:
     if fields.get(_ANCHOR) != "created_at":
         raise BadRequest("expires_after.anchor must be created_at", param="expires_after.anchor")
     try:
-        return float(integer(files.MIN_TTL_S, files.MAX_TTL_S)(fields.get(_SECONDS, "")))
+        return float(TTL(fields.get(_SECONDS, "")))
     except ValueError as error:
         param = "expires_after.seconds"
         raise BadRequest(f"{param} {error}", param=param) from None

@@ -27,6 +27,8 @@ EventName = Literal[
 ]  # fmt: skip
 assert set(get_args(EventName)) == set(EventType) - {EventType.PING}
 
+DELIVERIES_QUERY = {"limit": integer(1, MAX_DELIVERIES_LISTED)}
+
 router = APIRouter()
 
 
@@ -52,7 +54,12 @@ class Fields(BaseModel):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-Url = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator(_url)]
+_URL_SCHEMA: dict[str, Any] = {"format": "uri", "pattern": "^https?://"}
+Url = Annotated[
+    str,
+    Field(min_length=1, max_length=2048, json_schema_extra=_URL_SCHEMA),
+    AfterValidator(_url),
+]
 Types = Annotated[list[EventName], Field(min_length=1, max_length=len(get_args(EventName)))]
 
 
@@ -166,7 +173,7 @@ async def test(
 async def deliveries(
     endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
-    limit = read_query(request, {"limit": integer(1, MAX_DELIVERIES_LISTED)}).get("limit", 20)
+    limit = read_query(request, DELIVERIES_QUERY).get("limit", 20)
     found = await _call(
         services.sql.read,
         lambda connection, now: webhooks.list_deliveries(

@@ -20,6 +20,7 @@ def test_another_method_is_refused_naming_those_allowed(sqlite_client):
         ("/v1/jobs", "DELETE", ["GET", "POST"]),
         ("/v1/jobs/job_1/cancel", "GET", ["POST"]),
         ("/v1/models", "POST", ["GET"]),
+        ("/v1/responses/input_tokens", "PUT", ["POST"]),
         ("/metrics", "PUT", ["GET"]),
     ):
         reply = sqlite_client.request(method, path)
