@@ -54,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _kinds(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The engine's settings under each kind's name; without drafts first."""
-    return {
-        "off": {"speculation": "off"},
-        "ngram": {"speculation": "ngram", "num_draft_tokens": options.num_draft_tokens},
-    }
+    most = {"num_draft_tokens": options.num_draft_tokens}
+    kinds = {"off": {"speculation": "off"}, "ngram": {"speculation": "ngram", **most}}
+    if options.draft_model is not None:
+        kinds["draft"] = {"speculation": "draft", "draft_model": str(options.draft_model), **most}
+    return kinds
 
 
 def _engine(options: argparse.Namespace, speculation: dict[str, Any]) -> LLMEngine:
@@ -124,6 +125,7 @@ def _say(text: str) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=MODEL, help="checkpoint folder")
+    parser.add_argument("--draft-model", type=Path, help="folder; measure its drafts, too")
     parser.add_argument("--workload", type=Path, default=REPOSITORY / "bench" / "workload.json")
     parser.add_argument("--every", type=int, default=1, help="of so many requests one")
     parser.add_argument("--seqs", type=int, default=64, help="sequences in a step")

@@ -44,8 +44,10 @@ class EngineConfig:
     cuda_graphs: bool = True  # steps of decodes are captured once, on a GPU with compiled kernels
     overlap_steps: bool = True  # the next step is made while a GPU computes the one before
     num_threads: int | None = None  # CPU threads of the engine; None: torch's choice
-    # off, ngram: guess tokens from the sequence's own text, several of which a step can confirm
+    # guess tokens, several of which a step can confirm: off; ngram, from the sequence's own text;
+    # draft, by draft_model
     speculation: str = "off"
+    draft_model: str = ""  # a smaller checkpoint of the same vocabulary, as `model` is given
     num_draft_tokens: int = 4  # guessed for a sequence in one step, at most; [1, 32]
     seed: int = 0  # of the stream from which unseeded requests get their seeds
 
@@ -69,8 +71,10 @@ class EngineConfig:
             raise ValueError(f"kernels must be auto or reference, got {self.kernels!r}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        if self.speculation not in ("off", "ngram"):
-            raise ValueError(f"speculation must be off or ngram, got {self.speculation!r}")
+        if self.speculation not in ("off", "ngram", "draft"):
+            raise ValueError(f"speculation must be off, ngram or draft, got {self.speculation!r}")
+        if self.speculation == "draft" and not self.draft_model:
+            raise ValueError("draft_model must name a checkpoint with speculation draft, got ''")
         if self.tensor_parallel > 1 and re.search(r"\d", self.device):
             raise ValueError(
                 f"device must be auto, cpu or cuda with tensor_parallel, got {self.device!r}"

@@ -38,14 +38,15 @@ class KVCacheShape:
         values = sum(layer.num_kv_heads * 2 * self.width(layer) for layer in self.layers)
         return values * self.block_size * self.dtype.itemsize
 
-    def num_blocks(self, num_bytes: int) -> int:
-        """Blocks that fit. Raises ValueError when not even one does."""
-        if num_bytes < self.block_bytes:
+    def num_blocks(self, num_bytes: int, *, beside: int = 0) -> int:
+        """Blocks that fit, `beside` as many of another size. ValueError when not even one does."""
+        block_bytes = self.block_bytes + beside
+        if num_bytes < block_bytes:
             raise ValueError(
-                f"the KV cache needs at least {self.block_bytes} bytes for one block of "
+                f"the KV cache needs at least {block_bytes} bytes for one block of "
                 f"{self.block_size} tokens, got {num_bytes}"
             )
-        return num_bytes // self.block_bytes
+        return num_bytes // block_bytes
 
 
 class KVCache:

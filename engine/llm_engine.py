@@ -26,7 +26,7 @@ from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError, SamplingParams, check_generated, check_prompt
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceState, TokenFilter
-from engine.speculation.speculator import speculator_of
+from engine.speculation.setup import draft_runner, speculator_of
 from engine.step_plan import StepPlan
 from engine.step_result import StepResult
 from engine.stepper import Stepper
@@ -63,9 +63,12 @@ class LLMEngine:
         if tokenizer is None:
             tokenizer = Tokenizer.load(resolve_folder(config.model))
         self.tokenizer = tokenizer
+        # first: the model's blocks take what is left
+        draft = draft_runner(config, tokenizer, on_compile)
         if runner is None:
+            eos_token_ids = tokenizer.eos_token_ids
             runner = ModelRunner(
-                config, eos_token_ids=tokenizer.eos_token_ids, on_compile=on_compile
+                config, eos_token_ids=eos_token_ids, on_compile=on_compile, beside=draft
             )
         self._runner: Runner = runner
         num_tokens = config.max_num_batched_tokens or runner.max_num_batched_tokens
@@ -98,7 +101,7 @@ class LLMEngine:
             self._scheduler,
             self._totals,
             clock,
-            speculator=speculator_of(config, clock),
+            speculator=speculator_of(config, clock, runner, draft),
             has_waiting=self._has_waiting,
             on_start=self._mark_started,
         )

@@ -86,10 +86,13 @@ class ModelRunner:
         on_compile: abc.Callable[[], None] = lambda: None,  # before kernels are compiled, if any
         group: Group | None = None,  # of a rank that follows rank 0; None: this is rank 0
         on_loaded: abc.Callable[[], None] = lambda: None,  # for a rank that follows
+        beside: "ModelRunner | None" = None,  # that has as many blocks of the same memory
+        without_blocks: bool = False,  # they are made later, with `make_blocks`
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.device = device_of(config, 0 if group is None else group.shard.rank)
+        self._config = config
         self._crew: Crew | None = None
         if group is None and config.tensor_parallel > 1:
             if config.quantization != "none" and self.device.type == "cpu":
@@ -104,7 +107,8 @@ class ModelRunner:
             on_loaded()
             if self._crew is not None:
                 self._crew.wait_until_loaded()
-            self._make_cache(config)
+            if not without_blocks:
+                self.make_blocks(self._num_blocks(beside))
         except BaseException:
             self.close()
             raise
@@ -146,12 +150,10 @@ class ModelRunner:
             config, self._model, packing, self._shape
         )
 
-    def _make_cache(self, config: EngineConfig) -> None:
-        """As large on every rank."""
-        shape = self._shape
-        self.num_blocks = self._group.least(
-            config.num_blocks or shape.num_blocks(self._cache_bytes(config, shape))
-        )
+    def make_blocks(self, num_blocks: int) -> None:
+        """The KV cache, as large on every rank, and the steps that are captured with it."""
+        config, shape = self._config, self._shape
+        self.num_blocks = num_blocks
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
         # several ranks take each other's steps as they are known: one after the other
         alone = self._group.shard.size == 1
@@ -291,6 +293,18 @@ class ModelRunner:
                 max_blocks=-(-self.max_model_len // self._block_size),
                 device=self.device,
             )
+
+    def _num_blocks(self, beside: "ModelRunner | None") -> int:
+        """Blocks that fit, with as many of another model beside them; the least of all ranks."""
+        config, num_blocks = self._config, self._config.num_blocks
+        if num_blocks is None:
+            num_bytes, other_bytes = self._cache_bytes(config, self._shape), 0
+            if beside is not None:
+                other_bytes = beside._shape.block_bytes
+                if beside.device.type == "cuda":
+                    num_bytes -= beside._captured_bytes(beside._config, beside._shape)
+            num_blocks = self._shape.num_blocks(num_bytes, beside=other_bytes)
+        return self._group.least(num_blocks)
 
     def _cache_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
         """Memory for the KV cache: what the settings say on a CPU, what is left on a GPU."""

@@ -45,6 +45,12 @@ def models(text: str, data_dir: Path) -> tuple[ModelEntry, ...]:
     return tuple(entries)
 
 
+def checkpoint(text: str, data_dir: Path) -> str:
+    """Where a checkpoint lies; a name alone is a model's in the data folder."""
+    alone = "/" not in text and not text.endswith(".gguf")
+    return str(data_dir / "models" / text) if alone else text
+
+
 def read(setting: Field[Any], text: str) -> Any:
     name = variable(setting.name)
     if setting.type in (str, tuple[ModelEntry, ...]):

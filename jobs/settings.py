@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jobs.addresses import is_loopback
-from jobs.setting_values import ModelEntry, SettingsError, check, models, read, variable
+from jobs.setting_values import ModelEntry, SettingsError, check, checkpoint, models, read, variable
 
 __all__ = ["ModelEntry", "Settings", "SettingsError", "unknown_variables", "variable"]
 
@@ -128,10 +128,14 @@ class Settings:
     prefix_caching: bool = _setting(True, "Share the KV blocks of equal prompt beginnings.")
     speculation: str = _setting(
         "off",
-        "ngram: guess tokens from a job's own text, several of which one step can confirm. Changes "
-        "no text; pauses where it does not pay.",
-        choices=("off", "ngram"),
+        "Guess tokens, several of which one step can confirm: ngram, from a job's own text; draft, "
+        "by TOKENMILL_DRAFT_MODEL. Changes no text; pauses where it does not pay.",
+        choices=("off", "ngram", "draft"),
     )
+    draft_model: str = _setting(
+        "", "A smaller checkpoint of the same vocabulary, which guesses: a folder, GGUF file or "
+        "hub id; a NAME alone is <data_dir>/models/NAME.",
+    )  # fmt: skip
     num_draft_tokens: int = _setting(
         4, "Tokens guessed for one sequence in a step, at most.", unit="tokens", low=1, high=32
     )
@@ -254,6 +258,11 @@ class Settings:
                 f"must be at most a third of TOKENMILL_LEASE_S ({self.lease_s:g}), "
                 f"got {self.beat_s:g}",
             )
+        if self.speculation == "draft" and not self.draft_model:
+            raise SettingsError(
+                "TOKENMILL_DRAFT_MODEL",
+                "must name a checkpoint where TOKENMILL_SPECULATION is draft",
+            )
         if self.body_memory_bytes < self.max_body_bytes:
             raise SettingsError(
                 "TOKENMILL_BODY_MEMORY_BYTES",
@@ -289,6 +298,8 @@ class Settings:
         values.setdefault("files_dir", str(folder / "files"))
         names = environ.get("TOKENMILL_MODELS", "").strip() or "smollm2-135m-instruct"
         values["models"] = models(names, folder)
+        if "draft_model" in values:
+            values["draft_model"] = checkpoint(values["draft_model"], folder)
         return cls(**values)
 
     def model(self, name: str) -> ModelEntry | None:

@@ -171,6 +171,7 @@ def engine_config(settings: Settings, model: ModelEntry) -> EngineConfig:
         max_model_len=settings.max_model_len,
         enable_prefix_caching=settings.prefix_caching,
         speculation=settings.speculation,
+        draft_model=settings.draft_model,
         num_draft_tokens=settings.num_draft_tokens,
         cuda_graphs=settings.cuda_graphs,
         overlap_steps=settings.overlap_steps,

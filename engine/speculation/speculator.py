@@ -4,12 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from engine.config import EngineConfig
 from engine.drafts import max_num_drafts
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Generation
 from engine.speculation.gate import Gate
-from engine.speculation.ngram import NgramProposer
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.structured.pacing import ORDINARY_S
 
@@ -32,7 +30,7 @@ class Speculator:
         num_drafts: int,  # for a sequence in a step, at most
         clock: Callable[[], float],
     ) -> None:
-        self._proposer = proposer
+        self.proposer = proposer
         self._num_drafts = num_drafts
         self._gate = Gate()
         self._counts: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
@@ -51,7 +49,7 @@ class Speculator:
             )
 
         if any(counts):
-            drafts = self._proposer.propose(plan, counts, pays)
+            drafts = self.proposer.propose(plan, counts, pays)
             drafts = [
                 _in_form(row, draft_ids)
                 for row, draft_ids in zip(plan.scheduled, drafts, strict=True)
@@ -96,9 +94,3 @@ def _in_form(row: ScheduledSequence, draft_ids: tuple[int, ...]) -> tuple[int, .
     if token_filter is None or not draft_ids:
         return draft_ids
     return draft_ids[: token_filter.num_allowed(row.sequence.generated_ids, draft_ids)]
-
-
-def speculator_of(config: EngineConfig, clock: Callable[[], float]) -> Speculator | None:
-    if config.speculation == "off":
-        return None
-    return Speculator(NgramProposer(), config.num_draft_tokens, clock)

@@ -42,8 +42,9 @@ def test_counts_of_each_kind_of_drafts_are_told_for_both_workloads(
     tiny_llama_dir, workload, capsys
 ):
     result, said = run(
-        capsys, "--model", tiny_llama_dir, "--workload", workload, "--threads", 1, "--json"
-    )
+        capsys, "--model", tiny_llama_dir, "--draft-model", tiny_llama_dir,
+        "--workload", workload, "--threads", 1, "--json",
+    )  # fmt: skip
     for name, num_requests in (("W1", 4), ("copying", 3)):
         kinds = result[name]
         assert kinds["requests"] == kinds["off"]["same_tokens"] == num_requests
@@ -52,6 +53,8 @@ def test_counts_of_each_kind_of_drafts_are_told_for_both_workloads(
         assert kinds["off"]["tokens"] == kinds["ngram"]["tokens"]
         assert kinds["off"]["tokens_per_step"] == 1
         assert kinds["off"]["drafts"] == 0
+        assert kinds["draft"]["same_tokens"] == num_requests
+        assert kinds["draft"]["acceptance"] == 1  # by the model itself
     drafts = result["W1"]["ngram"]  # random weights repeat themselves
     assert drafts["acceptance"] == pytest.approx(drafts["confirmed"] / drafts["drafts"], abs=1e-3)
     assert drafts["tokens_per_step"] > 1.2

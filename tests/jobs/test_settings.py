@@ -25,6 +25,11 @@ def test_paths_follow_the_data_folder():
     )
     assert settings.model("b/c") == settings.models[1]
     assert settings.model("none") is None
+    for given, path in (("small", "/srv/mill/models/small"), ("org/hub", "org/hub")):
+        settings = Settings.from_env(
+            {"TOKENMILL_DATA_DIR": "/srv/mill", "TOKENMILL_DRAFT_MODEL": given}
+        )
+        assert settings.draft_model == path
 
 
 def test_values_are_read_by_their_type():
@@ -100,6 +105,11 @@ def test_unusual_addresses_are_taken_as_they_are(name, url):
 def test_a_password_is_not_shown_when_settings_are():
     settings = Settings(database_url="postgresql://u:secret@h/d", redis_url="redis://:secret@h")
     assert "secret" not in repr(settings)
+
+
+def test_drafts_by_a_model_need_its_name():
+    with pytest.raises(SettingsError, match="TOKENMILL_DRAFT_MODEL must name a checkpoint"):
+        Settings.from_env({"TOKENMILL_SPECULATION": "draft"})
 
 
 def test_misspelt_variables_are_told_not_refused():

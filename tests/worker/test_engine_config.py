@@ -13,7 +13,7 @@ SET = {  # each unlike its default
     "gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_n": 5, "max_num_batched_tokens": 33,
     "max_model_len": 44, "step_target_ms": 99, "prefix_caching": False, "threads": 2,
     "cuda_graphs": False, "overlap_steps": False,
-    "speculation": "ngram", "num_draft_tokens": 6, "tensor_parallel": 2,
+    "speculation": "ngram", "draft_model": "a/draft", "num_draft_tokens": 6, "tensor_parallel": 2,
 }  # fmt: skip
 NAMES = {"prefix_caching": "enable_prefix_caching", "threads": "num_threads"}  # in the engine
 
