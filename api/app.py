@@ -23,6 +23,7 @@ from api.pool import Pool
 from api.present import Presenter
 from api.routes import (
     admin,
+    batches,
     completions,
     document,
     events,
@@ -48,7 +49,8 @@ from jobs.settings import Settings
 logger = logging.getLogger(__name__)
 
 ROUTES = (
-    submit, jobs, events, completions, responses, files, models, health, metrics, admin, webhooks,
+    submit, jobs, events, completions, responses, files, batches, models, health, metrics, admin,
+    webhooks,
 )  # fmt: skip
 
 RESTART_S = 1.0

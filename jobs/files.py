@@ -5,6 +5,7 @@ after them and deleted before them, so what a crash leaves is a file without a r
 way round. Every function takes an open connection and, where it asks for the time, `now`.
 
 UnknownFile
+FileInUse
 """
 
 import secrets
@@ -12,9 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, tuple_
+from sqlalchemy import ColumnElement, Connection, delete, exists, func, insert, or_, select, tuple_
 
-from jobs.models import files, tenants
+from jobs.batches import IS_READING, reads_file
+from jobs.models import batches, files, tenants
 from jobs.quotas import NEVER, QuotaExceeded
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
@@ -30,6 +32,13 @@ class UnknownFile(Exception):
 
     def __init__(self, file_id: str) -> None:
         super().__init__(f"no file with id {file_id[:100]!r}")
+
+
+class FileInUse(Exception):
+    """A batch has not read it to its end."""
+
+    def __init__(self, file_id: str) -> None:
+        super().__init__(f"the file {file_id} is being read by a batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +135,9 @@ def list_files(
 
 
 def remove(connection: Connection, file_id: str, *, tenant: str) -> None:
-    """Its bytes go after the commit. Raises UnknownFile."""
+    """Its bytes go after the commit. Raises UnknownFile, FileInUse."""
+    if reads_file(connection, file_id, tenant=tenant):
+        raise FileInUse(file_id)
     gone = connection.execute(
         delete(files).where(files.c.id == file_id, files.c.tenant_id == tenant)
     )
@@ -136,7 +147,8 @@ def remove(connection: Connection, file_id: str, *, tenant: str) -> None:
 
 def expire(connection: Connection, now: float) -> list[str]:
     """Take away the rows of files whose time is over; their ids, whose bytes are to go."""
-    over = select(files.c.id).where(files.c.expires_at <= now).limit(_ROUND)
+    reading = exists().where(batches.c.input_file_id == files.c.id, IS_READING)
+    over = select(files.c.id).where(files.c.expires_at <= now, ~reading).limit(_ROUND)
     ids = list(connection.scalars(over))
     if ids:
         connection.execute(delete(files).where(files.c.id.in_(ids)))

@@ -74,6 +74,7 @@ class Job(Base):
     stream: Mapped[str | None] = mapped_column(String(8))  # live, kept; null: nobody streams it
     pieces: Mapped[str | None]  # of one that is kept: what its tokens said, see jobs.streams
     announced_at: Mapped[float | None]  # its end became an event, if it is one that does
+    row_number: Mapped[int | None]  # of a batch's row: its place among them, from 0
 
 
 class Worker(Base):
@@ -186,6 +187,41 @@ class File(Base):
     expires_at: Mapped[float | None]
 
 
+class Batch(Base):
+    """A file of requests that are run as one. Its rows are jobs; see jobs.batches."""
+
+    __tablename__ = "batches"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    endpoint: Mapped[str]
+    input_file_id: Mapped[str] = mapped_column(String(64))
+    metadata_: Mapped[str | None] = mapped_column("metadata")  # JSON
+    priority: Mapped[int]  # of its rows
+    output_ttl_s: Mapped[int | None]  # of its files; null: as long as others
+    state: Mapped[str] = mapped_column(String(16))
+    ending: Mapped[str | None] = mapped_column(String(16))  # the state it is on its way to
+    model: Mapped[str | None]  # of all rows; known when the file has been read
+    errors: Mapped[str | None]  # JSON: what is wrong with the file
+    num_rows: Mapped[int]  # known when the file has been read
+    num_inserted: Mapped[int]  # rows that are jobs by now
+    input_offset: Mapped[int]  # bytes of the file that these took
+    num_completed: Mapped[int]  # when it has ended
+    num_failed: Mapped[int]
+    usage: Mapped[str | None]  # JSON, when it has ended
+    output_file_id: Mapped[str | None] = mapped_column(String(64))
+    error_file_id: Mapped[str | None] = mapped_column(String(64))
+    created_at: Mapped[float]
+    expires_at: Mapped[float]
+    in_progress_at: Mapped[float | None]
+    finalizing_at: Mapped[float | None]
+    cancelling_at: Mapped[float | None]
+    closed_at: Mapped[float | None]  # its state will not change any more
+    paused_at: Mapped[float | None]
+    keeper: Mapped[str | None] = mapped_column(String(64))  # who works on it, and names itself
+    keeper_until: Mapped[float | None]  # in every write, until then
+
+
 def _table(model: type[Base]) -> Table:
     table = model.__table__
     assert isinstance(table, Table)
@@ -195,7 +231,7 @@ def _table(model: type[Base]) -> Table:
 jobs, workers, idempotency_keys = _table(Job), _table(Worker), _table(IdempotencyKey)
 tenants, api_keys = _table(Tenant), _table(ApiKey)
 webhook_endpoints, webhook_deliveries = _table(WebhookEndpoint), _table(WebhookDelivery)
-files = _table(File)
+files, batches = _table(File), _table(Batch)
 
 # spelled as constants: no planner proves that a partial index applies to a state it is not told
 QUEUED = jobs.c.state == literal_column("'queued'")
@@ -246,3 +282,14 @@ Index("jobs_state", jobs.c.model, jobs.c.state, jobs.c.finished_at)
 Index("idempotency_keys_age", idempotency_keys.c.created_at)
 Index("files_of", files.c.tenant_id, files.c.created_at, files.c.id)
 _partial("files_to_expire", files.c.expires_at, where="expires_at IS NOT NULL")
+Index("batches_of", batches.c.tenant_id, batches.c.created_at, batches.c.id)
+_partial("batches_open", batches.c.created_at, where="closed_at IS NULL")
+_unique_row = text("row_number IS NOT NULL")
+Index(
+    "jobs_row", jobs.c.batch_id, jobs.c.row_number, unique=True,
+    sqlite_where=_unique_row, postgresql_where=_unique_row,
+)  # fmt: skip
+# how a batch's rows are: counted, and looked for
+_partial(
+    "jobs_rows_in", jobs.c.batch_id, jobs.c.state, jobs.c.row_number, where="row_number IS NOT NULL"
+)

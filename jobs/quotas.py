@@ -70,6 +70,20 @@ def admit(connection: Connection, tenant: str, new_jobs: Sequence[NewJob], *, no
             )  # fmt: skip
 
 
+def check_queued(connection: Connection, tenant: str, num_rows: int, num_promised: int) -> None:
+    """Of a batch's rows, beside those queued and those of batches that are still read: whether the
+    tenant may have as many. Locks its row. Raises QuotaExceeded."""
+    query = select(tenants.c.max_queued_jobs).where(tenants.c.id == tenant)
+    limit = connection.scalar(query.with_for_update())
+    if limit is None:
+        return
+    num_over = _num_queued(connection, tenant, limit) + num_promised + num_rows - limit
+    if num_over > 0:
+        raise QuotaExceeded(
+            "max_queued_jobs", limit, retry_after_s=None, model=None, num_over=num_over
+        )
+
+
 def held_back(connection: Connection, ids: Collection[str]) -> set[str]:
     """Of queued jobs about to be claimed, those that would be more than their tenants may run."""
     limits = _running_limits(connection)

@@ -54,6 +54,7 @@ class NewJob:
     deadline_s: float | None = None  # from now
     metadata: Mapping[str, str] = field(default_factory=dict)
     batch_id: str | None = None
+    row_number: int | None = None  # in its batch
     stream: StreamMode | None = None  # its tokens are told while they come
     prompt_tokens: int = 0  # counted at the door; 0: not counted
     max_tokens: int = 0
@@ -94,6 +95,7 @@ class NewJob:
             tenant_id=tenant,
             custom_id=self.custom_id,
             batch_id=self.batch_id,
+            row_number=self.row_number,
             url=self.url,
             model=self.model,
             body=dict(self.body),
@@ -149,6 +151,7 @@ class JobRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     wasted_tokens: int = 0
+    row_number: int | None = None
 
     @classmethod
     def of(cls, row: Row[Any]) -> Self:

@@ -103,9 +103,10 @@ def submit(
     if key is not None:
         assert body_sha256 is not None
         assert len(body_sha256) == hashlib.sha256().digest_size
-        earlier = _take_key(
-            connection, key, body_sha256, new_jobs, tenant=tenant, now=now, ttl_s=ttl_s
-        )
+        earlier = take_key(
+            connection, key, body_sha256, [job.id for job in new_jobs],
+            tenant=tenant, now=now, ttl_s=ttl_s,
+        )  # fmt: skip
         if earlier is not None:
             found = {record.id: record for record in _get_many(connection, earlier, tenant)}
             return Submitted(tuple(found[i] for i in earlier if i in found), replayed=True)
@@ -242,23 +243,26 @@ def live_workers(connection: Connection, now: float) -> list[WorkerRecord]:
     ]
 
 
-def _take_key(
+def take_key(
     connection: Connection,
     key: str,
     body_sha256: bytes,
-    new_jobs: Sequence[NewJob],
+    ids: Sequence[str],
     *,
     tenant: str,
     now: float,
     ttl_s: float,
 ) -> list[str] | None:
-    """None when the key is ours to use now, else the job ids of its first use."""
+    """None when the key is ours to use now, else the ids of its first use.
+
+    Raises IdempotencyConflict.
+    """
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = dialect.insert(idempotency_keys).values(
         tenant_id=tenant,
         key=key,
         body_sha256=body_sha256,
-        job_ids=encode([job.id for job in new_jobs]),
+        job_ids=encode(list(ids)),
         created_at=now,
     )
     # a twin that has not committed yet makes this statement wait for it, on both databases
@@ -280,8 +284,8 @@ def _take_key(
     ).one()
     if row.body_sha256 != body_sha256:
         raise IdempotencyConflict(key)
-    ids: list[str] = decode(row.job_ids)
-    return ids
+    earlier: list[str] = decode(row.job_ids)
+    return earlier
 
 
 def _get_many(connection: Connection, ids: Sequence[str], tenant: str) -> list[JobRecord]:

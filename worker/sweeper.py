@@ -18,6 +18,7 @@ from jobs.events import Channel, Publisher
 from jobs.lifecycle import TERMINAL
 from jobs.runway import Runway, RunwayDown
 from jobs.settings import Settings
+from worker.batch_keeper import BatchKeeper
 from worker.courier import Courier
 from worker.file_sweeper import FileSweeper
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 def run(settings: Settings, stop: threading.Event) -> None:
     """Sweep every `sweep_s` seconds until `stop` is set. Raises WrongSchema."""
-    with Sweeper(settings) as sweeper, Courier(settings):
+    with Sweeper(settings) as sweeper, Courier(settings), BatchKeeper(settings):
         while not stop.wait(settings.sweep_s):
             sweeper.sweep()
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 from starlette.responses import Response, StreamingResponse
 
-from api.errors import BadRequest, NotFound, json_response
+from api.errors import BadRequest, Conflict, NotFound, json_response
 from api.query import integer, one_of, read_query, text
 from api.services import Services, ServicesDep, TenantDep
 from api.upload import Upload
@@ -109,7 +109,10 @@ async def delete(
     def remove(connection: Connection, now: float) -> None:
         files.remove(connection, file_id, tenant=tenant)
 
-    await _known(services.sql.write, remove, file_id)
+    try:
+        await _known(services.sql.write, remove, file_id)
+    except files.FileInUse as error:
+        raise Conflict(str(error), param="id", code="file_in_use") from None
     await services.disk.run(services.files.remove, file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 

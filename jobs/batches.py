@@ -1,0 +1,364 @@
+"""A batch's life: created, read, run, closed. Each statement's WHERE names the state it comes from.
+
+    validating → failed
+    validating → in_progress → finalizing → completed | expired
+    validating | in_progress → cancelling → cancelled
+
+Its rows are jobs, so that everything else about them is decided where it is for any job. Whoever
+works on a batch (`worker.batch_keeper`) takes it for a while under a name of its own, and names
+itself in every write: one that was thought dead changes nothing any more. Every function takes an
+open connection and `now`, seconds by the database's clock.
+
+UnknownBatch
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import (
+    Connection,
+    and_,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+
+from jobs import webhooks
+from jobs.lifecycle import TERMINAL, ErrorCode, JobState, error_object
+from jobs.models import LOST, QUEUED, RUNNING, batches, jobs
+from jobs.records import JobRecord
+from jobs.rows import decode, encode, picked
+
+PRIORITY = -5  # of rows, unless asked for another: what somebody waits for goes first
+WINDOW_S = 86_400.0
+KEEPER_S = 30.0  # a keeper silent for so long has lost its batch
+MAX_ERRORS = 1000
+MAX_LISTED = 100
+_ROUND = 2000  # rows that one statement ends
+
+
+class BatchState(StrEnum):
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+class UnknownBatch(Exception):
+    """No batch of that id; the same for one of another tenant."""
+
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(f"no batch with id {batch_id[:100]!r}")
+
+
+class LostBatch(Exception):
+    """The batch has another keeper by now, or another state: roll back and let go of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch's row, its JSON columns decoded."""
+
+    id: str
+    tenant_id: str
+    endpoint: str
+    input_file_id: str
+    metadata: dict[str, str] | None
+    priority: int
+    output_ttl_s: int | None
+    state: BatchState
+    ending: str | None = None
+    model: str | None = None
+    errors: list[dict[str, Any]] | None = None
+    num_rows: int = 0
+    num_inserted: int = 0
+    input_offset: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    usage: dict[str, int] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: float
+    expires_at: float
+    in_progress_at: float | None = None
+    finalizing_at: float | None = None
+    cancelling_at: float | None = None
+    closed_at: float | None = None
+    paused_at: float | None = None
+
+
+_JSON = ("metadata", "errors", "usage")
+_NAMES = tuple(each.name for each in fields(BatchRecord))
+_RECORD = tuple(batches.c[name] for name in _NAMES)
+ENDING = {BatchState.CANCELLED: JobState.CANCELLED, BatchState.EXPIRED: JobState.EXPIRED}
+
+
+def new_batch_id() -> str:
+    return "batch_" + secrets.token_hex(16)
+
+
+def create(connection: Connection, record: BatchRecord) -> None:
+    values = {name: getattr(record, name) for name in _NAMES}
+    for name in _JSON:
+        values[name] = None if values[name] is None else encode(values[name])
+    connection.execute(insert(batches).values(values | {"state": str(record.state)}))
+
+
+def get(connection: Connection, batch_id: str, *, tenant: str) -> BatchRecord:
+    """With counts of now. Raises UnknownBatch."""
+    query = select(*_RECORD).where(batches.c.id == batch_id, batches.c.tenant_id == tenant)
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        raise UnknownBatch(batch_id)
+    return _counted(connection, _record(row))
+
+
+def list_batches(
+    connection: Connection, *, tenant: str, limit: int, after: str | None = None
+) -> list[BatchRecord]:
+    """The newest first, from behind the batch `after`. Raises UnknownBatch for that one."""
+    key = (batches.c.created_at, batches.c.id)
+    query = select(*_RECORD).where(batches.c.tenant_id == tenant)
+    if after is not None:
+        last = connection.execute(
+            select(*key).where(batches.c.id == after, batches.c.tenant_id == tenant)
+        ).one_or_none()
+        if last is None:
+            raise UnknownBatch(after)
+        query = query.where(tuple_(*key) < tuple_(*last))
+    query = query.order_by(*(column.desc() for column in key)).limit(limit)
+    return [_counted(connection, _record(row)) for row in connection.execute(query).all()]
+
+
+def cancel(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
+    """Begin to end it; one whose rows have all ended is left as it is. Raises UnknownBatch."""
+    connection.execute(
+        update(batches)
+        .where(
+            batches.c.id == batch_id,
+            batches.c.tenant_id == tenant,
+            batches.c.state.in_([BatchState.VALIDATING, BatchState.IN_PROGRESS]),
+        )
+        .values(state=BatchState.CANCELLING, ending=BatchState.CANCELLED, cancelling_at=now)
+    )
+    return get(connection, batch_id, tenant=tenant)
+
+
+def counts(connection: Connection, batch_id: str, *, tenant: str) -> dict[JobState, int]:
+    """How many of its rows are in each state."""
+    query = (
+        select(jobs.c.state, func.count())
+        .where(jobs.c.batch_id == batch_id, jobs.c.tenant_id == tenant, _IS_ROW)
+        .group_by(jobs.c.state)
+    )
+    return {JobState(state): num for state, num in connection.execute(query)}
+
+
+def rows_after(
+    connection: Connection, batch_id: str, *, tenant: str, after: int, limit: int
+) -> list[JobRecord]:
+    """Its rows in the order of the file, without their bodies, ended or not."""
+    query = (
+        select(*_ROW)
+        .where(jobs.c.batch_id == batch_id, jobs.c.tenant_id == tenant, jobs.c.row_number > after)
+        .order_by(jobs.c.row_number)
+        .limit(limit)
+    )
+    return [JobRecord.of(row) for row in connection.execute(query)]
+
+
+# -- what its keeper does
+
+
+def take_open(connection: Connection, keeper: str, *, now: float, limit: int) -> list[BatchRecord]:
+    """Batches with something to do that are the caller's for KEEPER_S, the oldest first."""
+    free = or_(
+        batches.c.keeper.is_(None), batches.c.keeper == keeper, batches.c.keeper_until <= now
+    )
+    some = (
+        select(batches.c.id)
+        .where(batches.c.closed_at.is_(None), free)
+        .order_by(batches.c.created_at)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    rows = connection.execute(
+        update(batches)
+        .where(batches.c.id.in_(picked(some)), free)
+        .values(keeper=keeper, keeper_until=now + KEEPER_S)
+        .returning(*_RECORD)
+    )
+    return sorted(map(_record, rows), key=lambda batch: batch.created_at)
+
+
+def let_go(connection: Connection, keeper: str) -> None:
+    """Whoever comes next need not wait."""
+    connection.execute(
+        update(batches)
+        .where(batches.c.keeper == keeper, batches.c.closed_at.is_(None))
+        .values(keeper=None, keeper_until=None)
+    )
+
+
+def keep(
+    connection: Connection,
+    batch: BatchRecord,
+    keeper: str,
+    *,
+    now: float,
+    values: Mapping[str, Any] | None = None,
+) -> None:
+    """A keeper's write: its batch stays its own, with these columns. Raises LostBatch where it is
+    another's, or not in the state that the keeper knows."""
+    kept = connection.execute(
+        update(batches)
+        .where(
+            batches.c.id == batch.id,
+            batches.c.tenant_id == batch.tenant_id,
+            batches.c.state == str(batch.state),
+            batches.c.keeper == keeper,
+        )
+        .values({"keeper_until": now + KEEPER_S, **(values or {})})
+    )
+    if not kept.rowcount:
+        raise LostBatch
+
+
+def refuse(
+    connection: Connection,
+    batch: BatchRecord,
+    keeper: str,
+    errors: Sequence[Mapping[str, Any]],
+    *,
+    now: float,
+) -> None:
+    """Its file is no batch: it has failed, and none of its rows was run."""
+    values = {
+        "state": BatchState.FAILED, "ending": BatchState.FAILED, "closed_at": now,
+        "errors": encode([*errors][:MAX_ERRORS]),
+    }  # fmt: skip
+    keep(connection, batch, keeper, now=now, values=values)
+    webhooks.record(connection, batch.tenant_id, "batch.failed", batch.id, now=now)
+
+
+def expire(connection: Connection, batch: BatchRecord, keeper: str, *, now: float) -> None:
+    """Its time is over: what has not ended by now will not be run."""
+    values = {
+        "state": BatchState.FINALIZING, "ending": BatchState.EXPIRED, "finalizing_at": now
+    }  # fmt: skip
+    keep(connection, batch, keeper, now=now, values=values)
+
+
+def insert_rows(connection: Connection, records: Sequence[JobRecord]) -> None:
+    connection.execute(insert(jobs), [record.row() for record in records])
+
+
+def num_open(connection: Connection, batch: BatchRecord) -> int:
+    """How many of its rows have not ended; not counted beyond the first."""
+    query = select(jobs.c.id).where(*_open_rows(batch)).limit(1)
+    return len(connection.execute(query).all())
+
+
+def end_rows(connection: Connection, batch: BatchRecord, *, now: float) -> tuple[int, list[str]]:
+    """End some of the rows that have not, as the batch itself ends; how many, and those that ran.
+
+    A worker that runs one is fenced out at once and hears of it at its next beat, or by a hint.
+    """
+    assert batch.ending is not None
+    state = ENDING[BatchState(batch.ending)]
+    open_rows = (
+        select(jobs.c.id, jobs.c.worker_id).where(*_open_rows(batch)).limit(_ROUND)
+        .with_for_update(of=jobs)
+    )  # fmt: skip
+    found = connection.execute(open_rows).all()
+    running = [row.id for row in found if row.worker_id is not None]
+    ids = [row.id for row in found]
+    for start in range(0, len(ids), 500):
+        connection.execute(
+            update(jobs)
+            .where(jobs.c.id.in_(ids[start : start + 500]), jobs.c.tenant_id == batch.tenant_id)
+            .values(
+                state=str(state),
+                fence=jobs.c.fence + 1,
+                worker_id=None,
+                finished_at=now,
+                **ended_as(state),
+                **LOST,
+            )
+        )
+    return len(ids), running
+
+
+def ended_as(state: JobState) -> dict[str, Any]:
+    """What is said of a row that its batch took along when it ended."""
+    if state == JobState.CANCELLED:
+        return {"finish_reason": "abort"}
+    message = "the batch's completion window was over before this row was done"
+    error = error_object(ErrorCode.DEADLINE_EXCEEDED, message)
+    return {"finish_reason": "deadline", "error": encode(error)}
+
+
+def num_promised(connection: Connection, *, tenant: str) -> int:
+    """Rows of the tenant's batches that are no jobs yet, and will be."""
+    query = select(func.coalesce(func.sum(batches.c.num_rows - batches.c.num_inserted), 0)).where(
+        batches.c.tenant_id == tenant, batches.c.closed_at.is_(None)
+    )
+    return int(connection.scalar(query) or 0)
+
+
+def reads_file(connection: Connection, file_id: str, *, tenant: str) -> bool:
+    """Whether rows of a batch still stand nowhere but in this file."""
+    query = select(batches.c.id).where(
+        batches.c.input_file_id == file_id, batches.c.tenant_id == tenant, IS_READING
+    )
+    return connection.execute(query.limit(1)).one_or_none() is not None
+
+
+IS_READING = and_(
+    batches.c.closed_at.is_(None),
+    or_(
+        batches.c.state == BatchState.VALIDATING,
+        batches.c.num_inserted < batches.c.num_rows,
+    ),
+)
+_IS_ROW = jobs.c.row_number.is_not(None)
+_ROW = tuple(
+    literal_column("NULL").label("body") if each == "body" else jobs.c[each]
+    for each in (field.name for field in fields(JobRecord))
+)
+
+
+def _open_rows(batch: BatchRecord) -> tuple[Any, ...]:
+    return (
+        jobs.c.batch_id == batch.id,
+        jobs.c.tenant_id == batch.tenant_id,
+        _IS_ROW,
+        or_(QUEUED, RUNNING),
+    )
+
+
+def _record(row: Any) -> BatchRecord:
+    values = dict(row._mapping)
+    for name in _JSON:
+        values[name] = decode(values[name])
+    return BatchRecord(**{**values, "state": BatchState(values["state"])})
+
+
+def _counted(connection: Connection, batch: BatchRecord) -> BatchRecord:
+    if batch.closed_at is not None or not batch.num_inserted:
+        return batch
+    found = counts(connection, batch.id, tenant=batch.tenant_id)
+    completed = found.get(JobState.SUCCEEDED, 0)
+    ended = sum(num for state, num in found.items() if state in TERMINAL)
+    return replace(batch, num_completed=completed, num_failed=ended - completed)

@@ -1,0 +1,401 @@
+"""Batches from file to files, on both databases: the test's own hands run the rows."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from jobs import batches, claims, file_store, files, finishing, webhooks
+from jobs.batches import BatchRecord, BatchState, LostBatch
+from jobs.claims import Held
+from jobs.database import Database
+from jobs.files import FileRecord
+from jobs.finishing import JobResult
+from jobs.lifecycle import JobState
+from jobs.models import tenants
+from jobs.records import WorkerInfo
+from jobs.settings import ModelEntry, Settings
+from worker import batch_closer, batch_keeper
+from worker.batch_keeper import BatchKeeper
+
+TENANT = "acme"
+
+
+@dataclass
+class Shop:
+    settings: Settings
+    database: Database
+    keeper: BatchKeeper
+    store: file_store.FileStore
+    kept: list[BatchKeeper] = field(default_factory=list)
+
+    def call(self, function, *args, **kwargs):
+        with self.database.begin() as connection:
+            return function(connection, *args, **kwargs)
+
+    @property
+    def now(self) -> float:
+        return self.call(self.database.clock)
+
+    def turn(self) -> None:
+        while self.keeper.round():
+            pass
+
+    def another_keeper(self) -> BatchKeeper:
+        self.kept.append(BatchKeeper(self.settings))
+        return self.kept[-1]
+
+    def upload(self, data: bytes) -> str:
+        incoming, file_id = self.store.incoming(), files.new_file_id()
+        incoming.write(data)
+        incoming.keep(file_id)
+        record = FileRecord(
+            id=file_id, tenant_id=TENANT, filename="rows.jsonl", purpose="batch",
+            bytes=len(data), created_at=self.now, expires_at=None,
+        )  # fmt: skip
+        self.call(files.add, record)
+        return file_id
+
+    def create(self, data: bytes, *, window_s=86_400.0) -> str:
+        batch_id = batches.new_batch_id()
+        record = BatchRecord(
+            id=batch_id, tenant_id=TENANT, endpoint="/v1/completions",
+            input_file_id=self.upload(data), metadata=None, priority=-5, output_ttl_s=None,
+            state=BatchState.VALIDATING, created_at=self.now, expires_at=self.now + window_s,
+        )  # fmt: skip
+        self.call(batches.create, record)
+        return batch_id
+
+    def get(self, batch_id: str) -> BatchRecord:
+        return self.call(batches.get, batch_id, tenant=TENANT)
+
+    def cancel(self, batch_id: str) -> BatchRecord:
+        return self.call(batches.cancel, batch_id, tenant=TENANT, now=self.now)
+
+    def rows(self, batch_id: str):
+        return self.call(batches.rows_after, batch_id, tenant=TENANT, after=-1, limit=10_000)
+
+    def run(self, batch_id: str, *, first=0, num=10_000, state=JobState.SUCCEEDED) -> int:
+        """End so many queued rows, as a worker does."""
+        ids = [r.id for r in self.rows(batch_id) if r.state == JobState.QUEUED][first:][:num]
+        claimed = self.call(claims.claim, ids, worker_id="w1", now=self.now)
+        error = None
+        if state == JobState.FAILED:
+            error = {"message": "no", "type": "server_error", "param": None, "code": "poisoned"}
+        results = [
+            JobResult(
+                id=job.id, fence=job.fence, state=state, error=error,
+                output=None if error else {"text": job.body["prompt"]},
+                prompt_tokens=3, completion_tokens=0 if error else 2,
+            )
+            for job in claimed
+        ]  # fmt: skip
+        assert len(self.call(finishing.finish, results, now=self.now)) == len(ids)
+        return len(ids)
+
+    def lines(self, file_id: str | None) -> list[dict]:
+        if file_id is None:
+            return []
+        with self.store.open(file_id) as file:
+            data = file.read()
+        assert data.endswith(b"\n")
+        return [json.loads(line) for line in data.splitlines()]
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.store.folder.iterdir())
+
+
+@pytest.fixture
+def shop(database_url, valkey_url, tmp_path):
+    settings = Settings(
+        database_url=database_url,
+        redis_url=valkey_url,
+        models=(ModelEntry(name="tiny", path="x"),),
+        files_dir=str(tmp_path / "files"),
+        max_batch_rows=5000,
+    )
+    database = Database(database_url)
+    shop = Shop(settings, database, BatchKeeper(settings), file_store.FileStore(settings.files_dir))
+    info = WorkerInfo(
+        id="w1", hostname="here", pid=7, model="tiny",
+        max_num_seqs=8, kv_tokens=4096, max_model_len=512,
+    )  # fmt: skip
+    shop.call(claims.register_worker, info, now=shop.now, lease_s=1000)
+    shop.kept.append(shop.keeper)
+    yield shop
+    for keeper in shop.kept:
+        keeper.stop()
+    database.dispose()
+
+
+def row(i: int, **body) -> bytes:
+    body = {"model": "tiny", "prompt": f"prompt {i}", "max_tokens": 4} | body
+    line = {"custom_id": f"row-{i}", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+def data(num: int) -> bytes:
+    return b"".join(row(i) for i in range(num))
+
+
+def assert_closed(shop, batch_id, num, state="completed"):
+    """Results + errors = inputs, in order, and counted."""
+    batch = shop.get(batch_id)
+    assert (batch.state, batch.closed_at is not None) == (state, True)
+    output, errors = shop.lines(batch.output_file_id), shop.lines(batch.error_file_id)
+    assert (len(output), len(errors)) == (batch.num_completed, batch.num_failed)
+    numbers = [[int(each["custom_id"][4:]) for each in part] for part in (output, errors)]
+    assert numbers == [sorted(part) for part in numbers]
+    assert sorted(numbers[0] + numbers[1]) == list(range(num))
+    for each in output:
+        assert each["response"]["body"]["text"] == f"prompt {each['custom_id'][4:]}"
+        assert (each["response"]["status_code"], each["error"]) == (200, None)
+    kept = {batch.output_file_id, batch.error_file_id, batch.input_file_id} - {None}
+    assert set(shop.files()) == kept
+    return output, errors
+
+
+def test_rows_run_and_come_back_in_the_order_of_the_file(shop):
+    batch_id = shop.create(data(1234))
+    assert shop.get(batch_id).state == "validating"
+    shop.turn()
+    batch = shop.get(batch_id)
+    assert (batch.state, batch.num_rows, batch.model) == ("in_progress", 1234, "tiny")
+    assert [each.row_number for each in shop.rows(batch_id)] == list(range(1234))
+    shop.run(batch_id, first=600, num=100)
+    shop.run(batch_id, num=300, state=JobState.FAILED)
+    batch = shop.get(batch_id)
+    assert (batch.num_completed, batch.num_failed) == (100, 300)
+    shop.turn()
+    assert shop.get(batch_id).state == "in_progress"
+    shop.run(batch_id)
+    shop.turn()
+    _, errors = assert_closed(shop, batch_id, 1234)
+    assert len(errors) == 300
+    assert errors[0]["error"] is None
+    assert errors[0]["response"]["status_code"] == 500
+    assert errors[0]["response"]["body"]["error"]["code"] == "poisoned"
+    batch = shop.get(batch_id)
+    assert batch.usage == {"prompt_tokens": 3702, "cached_tokens": 0, "completion_tokens": 1868}
+    output = shop.call(files.get, batch.output_file_id, tenant=TENANT, now=shop.now)
+    assert output.purpose == "batch_output"
+    assert output.bytes == len((shop.store.folder / output.id).read_bytes())
+
+
+def test_a_bad_body_is_an_error_line_and_all_bad_is_still_completed(shop):
+    batch_id = shop.create(row(0, temperature="hot") + row(1, colour="red"))
+    shop.turn()
+    output, errors = assert_closed(shop, batch_id, 2)
+    assert output == []
+    assert [each["response"]["status_code"] for each in errors] == [400, 400]
+    assert errors[1]["response"]["body"]["error"]["param"] == "colour"
+    batch = shop.get(batch_id)
+    assert (batch.output_file_id, batch.num_failed) == (None, 2)
+
+
+def test_a_file_that_is_no_batch_fails_it_and_runs_nothing(shop):
+    batch_id = shop.create(data(700) + b"{\n" + row(9999))
+    shop.turn()
+    batch = shop.get(batch_id)
+    assert (batch.state, batch.num_rows) == ("failed", 0)
+    assert [(each["code"], each["line"]) for each in batch.errors] == [("invalid_json_line", 701)]
+    assert shop.rows(batch_id) == []
+    assert batch.output_file_id is batch.error_file_id is None
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 150, 299, 300])
+def test_cancelled_when_so_many_are_done(shop, num_done):
+    batch_id = shop.create(data(300))
+    shop.turn()
+    shop.run(batch_id, num=num_done)
+    before = shop.cancel(batch_id)
+    assert before.state == "cancelling"
+    assert shop.cancel(batch_id).cancelling_at == before.cancelling_at
+    shop.turn()
+    output, errors = assert_closed(shop, batch_id, 300, "cancelled")
+    assert len(output) == num_done
+    assert {each["error"]["code"] for each in errors} <= {"batch_cancelled"}
+    closed = shop.get(batch_id)
+    assert shop.cancel(batch_id) == closed
+    shop.turn()
+    assert shop.get(batch_id) == closed
+
+
+def test_cancelled_before_and_while_its_file_is_read(shop):
+    early = shop.create(data(10))
+    shop.cancel(early)
+    shop.turn()
+    batch = shop.get(early)
+    assert (batch.state, batch.num_rows, batch.output_file_id) == ("cancelled", 0, None)
+    shop.store.remove(batch.input_file_id)
+
+    batch_id = shop.create(data(1300))
+    while shop.get(batch_id).num_inserted == 0:
+        shop.keeper.round()
+    assert shop.get(batch_id).num_inserted == 500
+    shop.run(batch_id, num=20)
+    shop.cancel(batch_id)
+    shop.turn()
+    output, errors = assert_closed(shop, batch_id, 1300, "cancelled")
+    assert (len(output), len(errors)) == (20, 1280)
+
+
+def test_a_running_row_that_is_cancelled_changes_nothing_any_more(shop):
+    batch_id = shop.create(data(3))
+    shop.turn()
+    ids = [each.id for each in shop.rows(batch_id)]
+    [job] = shop.call(claims.claim, ids[:1], worker_id="w1", now=shop.now)
+    shop.cancel(batch_id)
+    shop.turn()
+    late = JobResult(id=job.id, fence=job.fence, state=JobState.SUCCEEDED, output={"text": "x"})
+    assert shop.call(finishing.finish, [late], now=shop.now) == set()
+    output, _ = assert_closed(shop, batch_id, 3, "cancelled")
+    assert output == []
+    beaten = shop.call(
+        claims.beat, "w1", now=shop.now, lease_s=9, stats={}, checkpoints={},
+        held=[Held(job.id, job.fence)],
+    )  # fmt: skip
+    assert beaten.lost == {Held(job.id, job.fence)}
+
+
+def test_a_cancel_while_the_files_are_built_comes_too_late(shop, monkeypatch):
+    monkeypatch.setattr(batch_closer, "ROWS", 10)
+    batch_id = shop.create(data(50))
+    shop.turn()
+    shop.run(batch_id)
+    while shop.get(batch_id).state != "finalizing":
+        shop.keeper.round()
+    shop.keeper.round()
+    assert any(name.startswith(".tmp-") for name in shop.files())
+    assert shop.cancel(batch_id).state == "finalizing"
+    shop.turn()
+    assert_closed(shop, batch_id, 50)
+
+
+def test_what_is_left_when_its_time_is_over_has_expired(shop):
+    batch_id = shop.create(data(40))
+    shop.turn()
+    shop.run(batch_id, num=15)
+    shop.call(_age, batch_id)
+    shop.turn()
+    output, errors = assert_closed(shop, batch_id, 40, "expired")
+    assert len(output) == 15
+    assert {each["error"]["code"] for each in errors} == {"batch_expired"}
+    assert all(each["response"] is None for each in errors)
+
+
+def _age(connection, batch_id):
+    from jobs.models import batches as table
+
+    connection.execute(table.update().where(table.c.id == batch_id).values(expires_at=1.0))
+
+
+def _orphan(connection):
+    """As after the death of whoever has the batches."""
+    from jobs.models import batches as table
+
+    connection.execute(table.update().values(keeper_until=1.0))
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 7, 8, 9])
+def test_another_keeper_goes_on_wherever_one_stopped(shop, turns, monkeypatch):
+    monkeypatch.setattr(batch_keeper, "LINES", 50)
+    monkeypatch.setattr(batch_keeper, "ROWS", 40)
+    monkeypatch.setattr(batch_closer, "ROWS", 30)
+    batch_id = shop.create(data(130))
+    for _ in range(turns):
+        shop.keeper.round()
+        shop.run(batch_id)
+    dead = shop.keeper
+    shop.call(_orphan)
+    shop.keeper = shop.another_keeper()
+    for _ in range(30):
+        shop.turn()
+        shop.run(batch_id)
+    if turns > 2:
+        dead.round()  # it was only slow
+    shop.turn()
+    for name in shop.files():  # of the dead one
+        if name.startswith(".tmp-"):
+            (shop.store.folder / name).unlink()
+    dead._works.clear()
+    assert_closed(shop, batch_id, 130)
+
+
+def test_a_keeper_that_was_thought_dead_makes_no_second_file(shop, monkeypatch):
+    monkeypatch.setattr(batch_closer, "ROWS", 10)
+    batch_id = shop.create(data(25))
+    shop.turn()
+    shop.run(batch_id)
+    [batch] = shop.keeper.write(shop.keeper._take)
+    shop.keeper._finalize(batch)
+    [batch] = shop.keeper.write(shop.keeper._take)
+    work = batch_closer.close(shop.keeper, batch)
+    next(work)
+    shop.call(_orphan)
+    shop.keeper = shop.another_keeper()
+    shop.turn()
+    assert_closed_with = shop.get(batch_id)
+    with pytest.raises(LostBatch):
+        list(work)
+    assert shop.get(batch_id) == assert_closed_with
+    assert_closed(shop, batch_id, 25)
+
+
+def test_each_end_is_an_event(shop):
+    hook = shop.call(
+        webhooks.create_endpoint, TENANT, name="x", url="https://shop.example/",
+        event_types=[str(each) for each in webhooks.EventType], now=shop.now,
+    )  # fmt: skip
+    ends = {}
+    ends[shop.create(b"{\n")] = "batch.failed"
+    ends[shop.create(row(0, colour=1))] = "batch.completed"
+    cancelled, expired = shop.create(data(3)), shop.create(data(3))
+    shop.cancel(cancelled)
+    shop.call(_age, expired)
+    ends |= {cancelled: "batch.cancelled", expired: "batch.expired"}
+    shop.turn()
+    shop.turn()
+    sent = shop.call(webhooks.list_deliveries, TENANT, hook.id, limit=100)
+    told = {json.loads(each.payload)["data"]["id"]: each.event_type for each in sent}
+    assert (told, len(sent)) == (ends, 4)
+
+
+def test_rows_count_against_the_quota_of_queued_jobs(shop):
+    with shop.database.begin() as connection:
+        connection.execute(tenants.insert().values(id=TENANT, created_at=1.0, max_queued_jobs=100))
+    first, second, third = (shop.create(data(num)) for num in (60, 41, 40))
+    shop.turn()
+    assert shop.get(first).state == "in_progress"
+    [error] = shop.get(second).errors
+    assert error["code"] == "max_queued_jobs"
+    assert shop.get(third).state == "in_progress"
+
+
+def test_a_file_that_is_being_read_stays(shop):
+    batch_id = shop.create(data(10))
+    file_id = shop.get(batch_id).input_file_id
+    with pytest.raises(files.FileInUse):
+        shop.call(files.remove, file_id, tenant=TENANT)
+    shop.turn()
+    shop.call(files.remove, file_id, tenant=TENANT)
+    shop.store.remove(file_id)
+    gone = shop.create(data(1))
+    shop.store.remove(shop.get(gone).input_file_id)
+    shop.turn()
+    assert shop.get(gone).errors[0]["code"] == "file_not_found"
+
+
+def test_another_tenants_batch_is_not_there(shop):
+    batch_id = shop.create(data(2))
+    shop.turn()
+    for call in (
+        lambda: shop.call(batches.get, batch_id, tenant="globex"),
+        lambda: shop.call(batches.cancel, batch_id, tenant="globex", now=shop.now),
+        lambda: shop.call(batches.list_batches, tenant="globex", limit=1, after=batch_id),
+    ):
+        with pytest.raises(batches.UnknownBatch):
+            call()
+    assert shop.call(batches.list_batches, tenant="globex", limit=10) == []
+    assert shop.call(batches.rows_after, batch_id, tenant="globex", after=-1, limit=9) == []
+    assert shop.call(batches.counts, batch_id, tenant="globex") == {}

@@ -1,0 +1,201 @@
+"""A batch's file line by line: what is a row, what refuses the file, and at which line."""
+
+import io
+import json
+import tracemalloc
+
+import pytest
+
+from jobs.batches import BatchRecord, BatchState
+from jobs.lifecycle import JobState
+from jobs.settings import ModelEntry, Settings
+from worker.batch_reader import Line, Reading, read_lines, row_of
+
+SETTINGS = Settings(
+    models=(ModelEntry(name="tiny", path="x"), ModelEntry(name="other", path="x")),
+    max_job_bytes=2048,
+    max_batch_rows=1000,
+)
+BATCH = BatchRecord(
+    id="batch_1", tenant_id="acme", endpoint="/v1/completions", input_file_id="file-1",
+    metadata=None, priority=-5, output_ttl_s=None, state=BatchState.VALIDATING, model="tiny",
+    created_at=0.0, expires_at=9.0,
+)  # fmt: skip
+
+
+def row(custom_id="1", *, body=None, **fields) -> bytes:
+    body = {"model": "tiny", "prompt": "hi"} | (body or {})
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line | fields, ensure_ascii=False).encode()
+
+
+def reading(data: bytes, settings=SETTINGS, step=7) -> Reading:
+    found = Reading(io.BytesIO(data), BATCH, settings)
+    while found.step(step):
+        pass
+    return found
+
+
+def errors(data: bytes, **values) -> list[tuple]:
+    return [(each["code"], each["line"]) for each in reading(data, **values).errors]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_lines_end_with_a_newline_and_nothing_else(end):
+    odd = row("2", body={"prompt": "a\u2028b\u2029c\u0085d\x0be"})
+    data = b"\xef\xbb\xbf" + row("1") + end + end + b"  " + end + odd + end + row("3")
+    lines = list(read_lines(io.BytesIO(data), 2048))
+    assert [each.number for each in lines] == [1, 4, 5]
+    assert [json.loads(each.data)["custom_id"] for each in lines] == ["1", "2", "3"]
+    assert lines[-1].end == len(data)
+    found = reading(data)
+    assert (found.errors, found.num_rows, found.model) == ([], 3, "tiny")
+    # from the middle on, as after a restart
+    again = list(read_lines(io.BytesIO(data), 2048, offset=lines[1].end))
+    assert [each.data for each in again] == [lines[2].data]
+
+
+def test_a_line_of_any_length_is_read_in_constant_memory():
+    class Endless(io.RawIOBase):
+        """A line of 50 MB that nobody has."""
+
+        left = 50 << 20
+
+        def readable(self):
+            return True
+
+        seekable = readable
+
+        def seek(self, offset, whence=0):
+            return offset
+
+        def readinto(self, buffer):
+            if self.left <= 0:
+                return 0
+            size = min(len(buffer), self.left)
+            buffer[:size] = b"x" * size
+            self.left -= size
+            return size
+
+    tracemalloc.start()
+    [line] = list(read_lines(io.BufferedReader(Endless()), 2048))
+    assert line == Line(1, 50 << 20, None)
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+
+
+def test_a_line_of_exactly_the_limit_is_a_row_and_one_more_byte_is_none():
+    fits = row("1", body={"prompt": "x"})
+    fits = row("1", body={"prompt": "x" * (1 + 2048 - len(fits))})
+    assert len(fits) == 2048
+    for end in (b"", b"\n", b"\r\n"):
+        assert errors(fits + end + row("2")) == [] if end else errors(fits) == []
+    more = fits.replace(b"xx", b"xxx", 1)
+    assert errors(row("2") + b"\n" + more + b"\n" + row("3")) == [("line_too_long", 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[]", "invalid_json_line", None),
+        (b'{"custom_id": "1"} {}', "invalid_json_line", None),
+        (row("x").replace(b'"x"', b"1"), "invalid_custom_id", "custom_id"),
+        (row("").replace(b'""', b'""'), "invalid_custom_id", "custom_id"),
+        (row("x" * 257), "invalid_custom_id", "custom_id"),
+        (row("é" * 129), "invalid_custom_id", "custom_id"),
+        (row("a\\u0000b").replace(b"\\\\u", b"\\u"), "invalid_custom_id", "custom_id"),
+        (b'{"url": "/v1/completions"}', "invalid_custom_id", "custom_id"),
+        (row(method="GET"), "invalid_method", "method"),
+        (row(url="/v1/chat/completions"), "invalid_url", "url"),
+        (b'{"custom_id": "1", "body": {"model": "tiny"}}', "invalid_url", "url"),
+        (row().replace(b'"body": {', b'"body": [{').replace(b"}}", b"}]}"), "invalid_body", "body"),
+        (b'{"custom_id": "1", "url": "/v1/completions"}', "invalid_body", "body"),
+        (row(body={"model": 7}), "invalid_body", "body.model"),
+        (row(body={"model": "none"}), "model_not_found", "body.model"),
+        (row(body={"model": "other"}), "mismatched_model", "body.model"),
+        (row(colour="red"), "unknown_field", "colour"),
+        (b"\xff\xfe" + row(), "invalid_json_line", None),
+        (b"[" * 2000, "invalid_json_line", None),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_request_refuses_the_file_with_its_number(line, code, param):
+    found = reading(b"\n".join([row("a"), row("b"), line, row("c")]))
+    [error] = found.errors
+    assert (error["code"], error["line"], error["param"]) == (code, 3, param)
+    assert error["message"]
+
+
+def test_a_duplicate_names_both_lines():
+    data = b"\n".join([row("a"), row("b"), row("a"), b"", row("c"), row("b"), row("a")])
+    found = reading(data)
+    assert [(each["code"], each["line"]) for each in found.errors] == [
+        ("duplicate_custom_id", 3), ("duplicate_custom_id", 6), ("duplicate_custom_id", 7),
+    ]  # fmt: skip
+    assert "line 1 " in found.errors[0]["message"]
+    assert "line 2 " in found.errors[1]["message"]
+
+
+def test_no_rows_and_one_too_many():
+    assert errors(b"") == errors(b"\n\r\n \n") == [("empty_file", None)]
+    rows = [row(str(i)) for i in range(1001)]
+    assert errors(b"\n".join(rows[:1000])) == []
+    assert errors(b"\n".join(rows)) == [("too_many_rows", 1001)]
+    assert errors(rows[0]) == []
+
+
+def test_the_first_thousand_errors_are_kept():
+    lines = b"\n".join(b"{" for _ in range(1500))
+    settings = Settings(models=SETTINGS.models, max_batch_rows=10_000)
+    found = errors(lines, settings=settings)
+    assert found == [("invalid_json_line", i) for i in range(1, 1001)]
+
+
+def made(line: bytes, endpoint="/v1/completions"):
+    batch = BatchRecord(**{name: getattr(BATCH, name) for name in BATCH.__slots__} | {
+        "endpoint": endpoint
+    })  # fmt: skip
+    return row_of(batch, Line(1, 0, line), 4, SETTINGS, 77.0)
+
+
+def test_a_row_is_a_job_of_the_batch():
+    record = made(row("x", body={"max_tokens": 9, "temperature": 0.5}))
+    assert (record.state, record.batch_id, record.row_number) == (JobState.QUEUED, "batch_1", 4)
+    assert (record.custom_id, record.tenant_id, record.priority) == ("x", "acme", -5)
+    assert record.body == {"model": "tiny", "prompt": "hi", "max_tokens": 9, "temperature": 0.5}
+    assert record.max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"stream": True}, "stream"),
+        ({"colour": 1}, "colour"),
+        ({"prompt": []}, "prompt"),
+    ],
+)
+def test_a_body_that_its_endpoint_refuses_is_a_failed_row(body, param):
+    record = made(
+        json.dumps(json.loads(row()) | {"body": {"model": "tiny", "prompt": "x"} | body}).encode()
+    )
+    assert (record.state, record.finish_reason, record.finished_at) == (
+        JobState.FAILED,
+        "error",
+        77.0,
+    )
+    assert record.error["type"] == "invalid_request_error"
+    assert record.error["param"] == param
+
+
+def test_a_body_that_two_readers_could_read_differently_is_a_failed_row():
+    record = made(row().replace(b'"hi"', b'"hi", "prompt": "ho"'))
+    assert record.state == JobState.FAILED
+    assert "prompt" in record.error["message"]
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "background"])
+def test_what_a_response_cannot_have_in_a_batch_is_refused(name):
+    body = {"model": "tiny", "input": "hi", name: "resp_1" if name.startswith("p") else True}
+    line = json.dumps({"custom_id": "1", "url": "/v1/responses", "body": body}).encode()
+    assert made(line, "/v1/responses").error["param"] == name

@@ -1,0 +1,268 @@
+"""Looks after batches: reads their files, makes rows of them, closes them. A thread of the sweeper.
+
+Any number of keepers may run. A batch is one keeper's at a time, for as long as it writes; every
+step is a transaction that names its keeper and the state it comes from, and can be done again by
+another. Batches take turns, so that a large one keeps no small one waiting. Files are made under
+names of their own, and become the batch's in the transaction that closes it: what a keeper that
+died has made is a stray, which the sweeper removes.
+"""
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import BinaryIO, TypeVar
+
+from sqlalchemy import Connection
+
+from jobs import batches, quotas, store
+from jobs.batches import BatchRecord, BatchState, LostBatch
+from jobs.database import Database, transient, trouble
+from jobs.events import Channel, Publisher
+from jobs.file_store import FileStore
+from jobs.settings import Settings
+from worker.batch_closer import close
+from worker.batch_reader import Line, Reading, read_lines, row_of
+
+R = TypeVar("R")
+
+MAX_BATCHES = 64  # that one keeper has at once
+LINES = 2000  # read in one turn
+ROWS = 500  # inserted in one transaction
+STOP_S = 5.0
+AGAIN_S = 5.0  # after a round that failed
+
+logger = logging.getLogger(__name__)
+
+
+class BatchKeeper:
+    """Begins as a thread, or is turned by `round`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = FileStore(settings.files_dir)
+        self.name = f"keeper-{uuid.uuid4().hex}"
+        self._database = Database(settings.database_url, pool_size=1)
+        self._publisher = Publisher(settings)
+        self._works: dict[str, Iterator[None]] = {}  # by batch: what is being done for it
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._away = False
+        self._schema_known = False
+        self._now = 0.0  # by the database, when this round began
+        self._moved = False  # some batch is in another state since
+
+    def __enter__(self) -> "BatchKeeper":
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+        self._works.clear()
+        self._publisher.close()
+        self._database.dispose()
+
+    def _run(self) -> None:
+        pause_s = self.settings.sweep_s
+        while not self._stop.wait(pause_s):
+            pause_s = self.settings.sweep_s
+            try:
+                while self.round() and not self._stop.is_set():
+                    pass
+                self._away = False
+            except store.WrongSchema:
+                return  # the sweeper finds it too, says so and ends
+            except Exception as error:  # the edge of this thread: recorded, and begun again
+                if not transient(error):
+                    logger.exception("batches failed")
+                elif not self._away:
+                    logger.warning("batches wait: %s", trouble(error))
+                self._away = True
+                pause_s = max(pause_s, AGAIN_S)
+        self.let_go()
+
+    def let_go(self) -> None:
+        try:
+            self.write(lambda connection, now: batches.let_go(connection, self.name))
+        except Exception as error:  # what it is, too, time will take care of it
+            if not transient(error):
+                raise
+
+    def round(self) -> bool:
+        """One turn for each batch; whether there is more to do at once."""
+        mine, self._moved = self.write(self._take), False
+        self._works = {batch.id: self._works.get(batch.id) or self._work(batch) for batch in mine}
+        busy = False
+        for batch_id, work in list(self._works.items()):
+            try:
+                next(work)
+                busy = True
+            except StopIteration:
+                del self._works[batch_id]
+            except LostBatch:
+                logger.info("batch %s let go: another's, or cancelled", batch_id)
+                self._moved = True
+                del self._works[batch_id]
+            except OSError as error:
+                logger.warning("batch %s waits: %s", batch_id, error.strerror)
+                del self._works[batch_id]
+        return busy or self._moved
+
+    def write(self, statement: Callable[[Connection, float], R]) -> R:
+        with self._database.begin() as connection:
+            return statement(connection, self._database.clock(connection))
+
+    def read(self, statement: Callable[[Connection, float], R]) -> R:
+        with self._database.read() as connection:
+            return statement(connection, self._database.clock(connection))
+
+    def _take(self, connection: Connection, now: float) -> list[BatchRecord]:
+        if not self._schema_known:
+            store.need_schema(connection)
+            self._schema_known = True
+        self._now = now
+        return batches.take_open(connection, self.name, now=now, limit=MAX_BATCHES)
+
+    def _work(self, batch: BatchRecord) -> Iterator[None]:
+        """What the batch needs now, turn by turn; nothing where its rows are still to be run."""
+        states = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
+        if batch.state in states and self._now >= batch.expires_at:
+            self._move(
+                lambda connection, now: batches.expire(connection, batch, self.name, now=now)
+            )
+        elif batch.state == BatchState.VALIDATING:
+            yield from self._validate(batch)
+        elif batch.num_inserted < batch.num_rows:
+            yield from self._insert(batch)
+        elif batch.state == BatchState.IN_PROGRESS:
+            self._finalize(batch)
+        elif batch.ending == BatchState.COMPLETED:
+            yield from close(self, batch)
+        else:
+            yield from self._end_rows(batch)
+            yield from close(self, batch)
+
+    def _move(self, statement: Callable[[Connection, float], None]) -> None:
+        self.write(statement)
+        self._moved = True
+
+    def _validate(self, batch: BatchRecord) -> Iterator[None]:
+        opened = self._open(batch)
+        if opened is None:
+            return
+        with opened as file:
+            reading = Reading(file, batch, self.settings)
+            while reading.step(LINES):
+                self._keep(batch)
+                yield
+        self._move(lambda connection, now: self._validated(connection, now, batch, reading))
+        logger.info(
+            "batch %s read: rows=%d errors=%d", batch.id, reading.num_rows, len(reading.errors)
+        )
+
+    def _validated(
+        self, connection: Connection, now: float, batch: BatchRecord, reading: Reading
+    ) -> None:
+        errors = reading.errors
+        if not errors:
+            try:
+                promised = batches.num_promised(connection, tenant=batch.tenant_id)
+                quotas.check_queued(connection, batch.tenant_id, reading.num_rows, promised)
+            except quotas.QuotaExceeded as error:
+                errors = [{"code": error.quota, "line": None, "message": str(error), "param": None}]
+        if errors:
+            batches.refuse(connection, batch, self.name, errors, now=now)
+            return
+        values = {
+            "state": BatchState.IN_PROGRESS, "ending": BatchState.COMPLETED,
+            "in_progress_at": now, "num_rows": reading.num_rows, "model": reading.model,
+        }  # fmt: skip
+        batches.keep(connection, batch, self.name, now=now, values=values)
+
+    def _insert(self, batch: BatchRecord) -> Iterator[None]:
+        opened = self._open(batch)
+        if opened is None:
+            return
+        with opened as file:
+            lines = read_lines(file, self.settings.max_job_bytes, offset=batch.input_offset)
+            while batch.num_inserted < batch.num_rows:
+                some = list(islice(lines, ROWS))
+                assert some, f"the file of {batch.id} has fewer rows than were counted"
+                batch = self.write(partial(self._insert_some, batch, some))
+                yield
+        self._moved = True
+
+    def _insert_some(
+        self, batch: BatchRecord, lines: list[Line], connection: Connection, now: float
+    ) -> BatchRecord:
+        first = batch.num_inserted
+        records = [
+            row_of(batch, line, first + i, self.settings, now + i * 1e-6)
+            for i, line in enumerate(lines)
+        ]
+        if batch.ending in batches.ENDING:  # never to be run, but each input has its line
+            state = batches.ENDING[BatchState(batch.ending)]
+            records = [
+                record
+                if record.ended
+                else replace(record, state=state, finished_at=now, finish_reason="abort")
+                for record in records
+            ]
+        further = replace(batch, num_inserted=first + len(records), input_offset=lines[-1].end)
+        values = {"num_inserted": further.num_inserted, "input_offset": further.input_offset}
+        batches.keep(connection, batch, self.name, now=now, values=values)
+        batches.insert_rows(connection, records)
+        return further
+
+    def _finalize(self, batch: BatchRecord) -> None:
+        """Once the last row has ended."""
+        if self.read(lambda connection, now: batches.num_open(connection, batch)):
+            return
+
+        def write(connection: Connection, now: float) -> None:
+            values = {"state": BatchState.FINALIZING, "finalizing_at": now}
+            batches.keep(connection, batch, self.name, now=now, values=values)
+
+        self._move(write)
+
+    def _end_rows(self, batch: BatchRecord) -> Iterator[None]:
+        while True:
+            ended, running = self.write(
+                lambda connection, now: self._end_some(connection, now, batch)
+            )
+            self._publisher.publish(Channel.CANCELLED, running)
+            if not ended:
+                return
+            yield
+
+    def _end_some(
+        self, connection: Connection, now: float, batch: BatchRecord
+    ) -> tuple[int, list[str]]:
+        batches.keep(connection, batch, self.name, now=now)
+        return batches.end_rows(connection, batch, now=now)
+
+    def _keep(self, batch: BatchRecord) -> None:
+        self.write(lambda connection, now: batches.keep(connection, batch, self.name, now=now))
+
+    def _open(self, batch: BatchRecord) -> BinaryIO | None:
+        """The batch's file; the batch is refused where there is none."""
+        try:
+            return self.store.open(batch.input_file_id)
+        except FileNotFoundError:
+            message = f"the file {batch.input_file_id} is not there any more"
+            error = {"code": "file_not_found", "line": None, "message": message, "param": None}
+            self.write(
+                lambda connection, now: batches.refuse(
+                    connection, batch, self.name, [error], now=now
+                )
+            )
+            return None

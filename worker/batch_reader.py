@@ -1,0 +1,252 @@
+"""Lines of a batch's file, and what is wrong with them; a good one as the job it becomes.
+
+A file is read twice, and never held. First only what makes it a batch: each line a request, all for
+one endpoint and one model, every `custom_id` once. A fault there refuses the whole file, with its
+line. Then rows are made of it: a body that the endpoint would refuse is a row that has failed, and
+the others run.
+"""
+
+import codecs
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+import msgspec
+
+from jobs import openai, strict_json
+from jobs.batches import MAX_ERRORS, BatchRecord
+from jobs.lifecycle import ErrorCode, JobState, error_object
+from jobs.openai_fields import BodyError
+from jobs.records import MAX_CUSTOM_ID_BYTES, JobRecord, NewJob, storable
+from jobs.settings import Settings
+
+READ_BYTES = 1 << 16
+SHOWN = 64  # characters of a custom_id in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    number: int  # from 1, blank ones counted
+    end: int  # bytes of the file up to the next line
+    data: bytes | None  # None: too long
+
+
+def read_lines(file: BinaryIO, max_bytes: int, *, offset: int = 0) -> Iterator[Line]:
+    """Lines that say something, from `offset` on. A line ends with a newline alone: U+2028 and its
+    like are text. Numbers count from where the reading began."""
+    file.seek(offset)
+    number, end = 0, offset
+    while data := file.readline(max_bytes + 2):
+        number, end = number + 1, end + len(data)
+        too_long = not data.endswith(b"\n") and len(data) == max_bytes + 2
+        while too_long and (more := file.readline(READ_BYTES)):
+            end += len(more)
+            if more.endswith(b"\n"):
+                break
+        if end == len(data):  # the file's first
+            data = data.removeprefix(codecs.BOM_UTF8)
+        data = data.strip(b" \t\r\n")
+        if too_long or len(data) > max_bytes:
+            yield Line(number, end, None)
+        elif data:
+            yield Line(number, end, data)
+
+
+class _Body(msgspec.Struct):
+    model: str
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    custom_id: str
+    url: str
+    body: _Body
+    method: str = "POST"
+
+
+_decode = msgspec.json.Decoder(_Request).decode
+
+
+class Reading:
+    """The first time through a file: `step` as long as it returns True, then see what it found."""
+
+    def __init__(self, file: BinaryIO, batch: BatchRecord, settings: Settings) -> None:
+        self.errors: list[dict[str, Any]] = []
+        self.model: str | None = None
+        self.num_rows = 0
+        self._file = file
+        self._batch = batch
+        self._settings = settings
+        self._served = {entry.name for entry in settings.models}
+        self._lines = read_lines(file, settings.max_job_bytes)
+        # 8 bytes of each custom_id: what looks like a duplicate is looked at again
+        self._digests = [array("Q") for _ in range(256)]
+
+    def step(self, num_lines: int) -> bool:
+        """Read so many lines more; False at the end."""
+        for _ in range(num_lines):
+            line = next(self._lines, None)
+            if line is None:
+                self._end()
+                return False
+            self.num_rows += 1
+            if self.num_rows > self._settings.max_batch_rows:
+                limit = self._settings.max_batch_rows
+                message = f"the file has more than {limit} rows, the most of one batch"
+                self._refuse("too_many_rows", message, line.number)
+                return False
+            self._look_at(line)
+        return True
+
+    def _look_at(self, line: Line) -> None:
+        if line.data is None:
+            limit = self._settings.max_job_bytes
+            self._refuse("line_too_long", f"a line may have at most {limit} bytes", line.number)
+            return
+        try:
+            request = _decode(line.data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            fault: tuple[str, str, str | None] | None = _fault_of(line.data)
+        else:
+            fault = self._fault_in(request)
+            digest = _digest(request.custom_id)
+            self._digests[digest & 255].append(digest)
+        if fault is not None:
+            self._refuse(*fault[:2], line.number, fault[2])
+
+    def _fault_in(self, request: _Request) -> tuple[str, str, str | None] | None:
+        if fault := _custom_id_fault(request.custom_id):
+            return fault
+        if request.method != "POST":
+            return "invalid_method", "method must be POST", "method"
+        if request.url != self._batch.endpoint:
+            message = f"url must be the batch's endpoint, {self._batch.endpoint}"
+            return "invalid_url", message, "url"
+        model = request.body.model
+        if model not in self._served:
+            served = ", ".join(sorted(self._served))
+            message = f"model {model[:100]!r} is not served here; served: {served}"
+            return "model_not_found", message, "body.model"
+        self.model = self.model or model
+        if model != self.model:
+            message = f"all rows must name one model, earlier ones name {self.model}"
+            return "mismatched_model", message, "body.model"
+        return None
+
+    def _end(self) -> None:
+        if not self.num_rows:
+            self._refuse("empty_file", "the file has no rows", None)
+        doubled = set()
+        for digests in self._digests:
+            ordered = sorted(digests)
+            doubled |= {one for one, other in pairwise(ordered) if one == other}
+        if doubled:
+            self._find_duplicates(doubled)
+
+    def _find_duplicates(self, doubled: set[int]) -> None:
+        first: dict[str, int] = {}
+        for line in read_lines(self._file, self._settings.max_job_bytes):
+            if line.data is None or len(self.errors) >= MAX_ERRORS:
+                continue
+            try:
+                custom_id = _decode(line.data).custom_id
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+            if _digest(custom_id) not in doubled:
+                continue
+            earlier = first.setdefault(custom_id, line.number)
+            if earlier != line.number:
+                shown = repr(custom_id[:SHOWN])
+                message = f"custom_id {shown} is that of line {earlier} already"
+                self._refuse("duplicate_custom_id", message, line.number, "custom_id")
+
+    def _refuse(self, code: str, message: str, line: int | None, param: str | None = None) -> None:
+        if len(self.errors) < MAX_ERRORS:
+            error = {"code": code, "line": line, "message": message, "param": param}
+            self.errors.append(error)
+
+
+def _digest(custom_id: str) -> int:
+    text = custom_id.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
+def _custom_id_fault(custom_id: object) -> tuple[str, str, str | None] | None:
+    problem = None
+    if not isinstance(custom_id, str):
+        problem = "must be a string"
+    elif not storable(custom_id):
+        problem = "holds U+0000 or a lone surrogate"
+    elif not 1 <= len(custom_id.encode()) <= MAX_CUSTOM_ID_BYTES:
+        problem = f"must have 1 to {MAX_CUSTOM_ID_BYTES} bytes"
+    if problem is None:
+        return None
+    return "invalid_custom_id", f"custom_id {problem}", "custom_id"
+
+
+def _fault_of(data: bytes) -> tuple[str, str, str | None]:
+    """What is wrong with a line that is no request."""
+    try:
+        value = strict_json.loads(data)
+    except strict_json.JSONError as error:
+        return "invalid_json_line", str(error)[:300], error.path or None
+    if not isinstance(value, dict):
+        return "invalid_json_line", "a line must be a JSON object", None
+    for name in value:
+        if name not in ("custom_id", "method", "url", "body"):
+            return "unknown_field", f"{name[:100]} is not a field of a line", name[:100]
+    if fault := _custom_id_fault(value.get("custom_id")):
+        return fault
+    for name in ("method", "url"):
+        if name in value and not isinstance(value[name], str):
+            return f"invalid_{name}", f"{name} must be a string", name
+    if "url" not in value:
+        return "invalid_url", "url is required", "url"
+    if not isinstance(value.get("body"), dict):
+        return "invalid_body", "body must be an object", "body"
+    return "invalid_body", "body.model must be a string", "body.model"
+
+
+def row_of(
+    batch: BatchRecord, line: Line, row_number: int, settings: Settings, now: float
+) -> JobRecord:
+    """The row that a line becomes: queued, or failed where the endpoint refuses its body."""
+    assert line.data is not None
+    assert batch.model is not None
+    body: dict[str, Any] = {}
+    max_tokens, refusal = 0, None
+    try:
+        body = strict_json.loads(line.data)["body"]
+        max_tokens = _checked(batch.endpoint, body) or 0
+    except strict_json.JSONError as error:
+        param = error.path or None
+        refusal = error_object(ErrorCode.INVALID_REQUEST, str(error)[:300], param=param)
+    except BodyError as error:
+        refusal = error_object(ErrorCode.INVALID_REQUEST, str(error), param=error.param)
+    record = NewJob(
+        url=batch.endpoint,
+        model=batch.model,
+        body=body,
+        custom_id=_decode(line.data).custom_id,
+        priority=batch.priority,
+        max_attempts=settings.max_attempts,
+        batch_id=batch.id,
+        row_number=row_number,
+        max_tokens=max_tokens,
+    ).accepted(batch.tenant_id, now)
+    if refusal is None:
+        return record
+    return replace(
+        record, state=JobState.FAILED, error=refusal, finish_reason="error", finished_at=now
+    )
+
+
+def _checked(url: str, body: dict[str, Any]) -> int | None:
+    """max_tokens of a body that its endpoint takes. Raises BodyError."""
+    if url == openai.RESPONSES:
+        for name in ("previous_response_id", "background"):
+            if body.get(name):
+                raise BodyError(name, f"{name} is not supported in a batch")
+    return openai.parse(url, body).max_tokens
