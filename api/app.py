@@ -23,6 +23,7 @@ from api.pool import Pool
 from api.present import Presenter
 from api.routes import (
     admin,
+    batch_rows,
     batches,
     completions,
     document,
@@ -49,8 +50,8 @@ from jobs.settings import Settings
 logger = logging.getLogger(__name__)
 
 ROUTES = (
-    submit, jobs, events, completions, responses, files, batches, models, health, metrics, admin,
-    webhooks,
+    submit, jobs, events, completions, responses, files, batches, batch_rows, models, health,
+    metrics, admin, webhooks,
 )  # fmt: skip
 
 RESTART_S = 1.0

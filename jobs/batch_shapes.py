@@ -44,6 +44,22 @@ def line(record: JobRecord) -> dict[str, Any]:
     }
 
 
+def request_line(record: JobRecord) -> bytes:
+    """The row as a line of an input file, once more."""
+    assert record.body is not None
+    request = {
+        "custom_id": record.custom_id, "method": "POST", "url": record.url, "body": record.body
+    }  # fmt: skip
+    return encode(request).encode() + b"\n"
+
+
+def is_worth_another_try(record: JobRecord) -> bool:
+    """It has not succeeded, and that was not the request's own fault."""
+    if record.state == JobState.SUCCEEDED or not record.ended:
+        return False
+    return record.state in _NOT_ANSWERED or _status(record.error or {}) != 400
+
+
 def encoded(record: JobRecord) -> bytes:
     """With its newline."""
     return encode(line(record)).encode() + b"\n"

@@ -165,16 +165,60 @@ def counts(connection: Connection, batch_id: str, *, tenant: str) -> dict[JobSta
     return {JobState(state): num for state, num in connection.execute(query)}
 
 
+def pause(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
+    """Put no more of its rows on the runway, until it is resumed. Raises UnknownBatch."""
+    return _set_paused(connection, batch_id, tenant, now)
+
+
+def resume(connection: Connection, batch_id: str, *, tenant: str) -> BatchRecord:
+    """Raises UnknownBatch."""
+    return _set_paused(connection, batch_id, tenant, None)
+
+
+def _set_paused(
+    connection: Connection, batch_id: str, tenant: str, at: float | None
+) -> BatchRecord:
+    other = batches.c.paused_at.is_(None) if at is not None else batches.c.paused_at.is_not(None)
+    connection.execute(
+        update(batches)
+        .where(
+            batches.c.id == batch_id,
+            batches.c.tenant_id == tenant,
+            batches.c.state.in_([BatchState.VALIDATING, BatchState.IN_PROGRESS]),
+            other,
+        )
+        .values(paused_at=at)
+    )
+    return get(connection, batch_id, tenant=tenant)
+
+
+def paused(connection: Connection) -> list[str]:
+    """Those whose rows wait in SQL."""
+    query = select(batches.c.id).where(
+        batches.c.closed_at.is_(None), batches.c.paused_at.is_not(None)
+    )
+    return list(connection.scalars(query))
+
+
 def rows_after(
-    connection: Connection, batch_id: str, *, tenant: str, after: int, limit: int
+    connection: Connection,
+    batch_id: str,
+    *,
+    tenant: str,
+    after: int,
+    limit: int,
+    ended: bool = False,  # only those that have
+    bodies: bool = False,
 ) -> list[JobRecord]:
-    """Its rows in the order of the file, without their bodies, ended or not."""
+    """Its rows in the order of the file, from behind the row `after`."""
     query = (
-        select(*_ROW)
+        select(*(_ROW_AND_BODY if bodies else _ROW))
         .where(jobs.c.batch_id == batch_id, jobs.c.tenant_id == tenant, jobs.c.row_number > after)
         .order_by(jobs.c.row_number)
         .limit(limit)
     )
+    if ended:
+        query = query.where(jobs.c.finished_at.is_not(None))
     return [JobRecord.of(row) for row in connection.execute(query)]
 
 
@@ -333,9 +377,10 @@ IS_READING = and_(
     ),
 )
 _IS_ROW = jobs.c.row_number.is_not(None)
+_ROW_AND_BODY = tuple(jobs.c[field.name] for field in fields(JobRecord))
 _ROW = tuple(
-    literal_column("NULL").label("body") if each == "body" else jobs.c[each]
-    for each in (field.name for field in fields(JobRecord))
+    literal_column("NULL").label("body") if column.name == "body" else column
+    for column in _ROW_AND_BODY
 )
 
 

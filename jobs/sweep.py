@@ -14,11 +14,12 @@ from sqlalchemy import (
     exists,
     func,
     literal,
+    or_,
     select,
     update,
 )
 
-from jobs import quotas
+from jobs import batches, quotas
 from jobs.claims import ending
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from jobs.models import LOST, QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
@@ -85,6 +86,8 @@ def publishable(connection: Connection, model: str, *, limit: int, now: float) -
     waiting = select(jobs.c.id).where(jobs.c.model == model, QUEUED, jobs.c.published_at.is_(None))
     if resting := quotas.at_running_limit(connection):
         waiting = waiting.where(jobs.c.tenant_id.not_in(resting))
+    if paused := batches.paused(connection):
+        waiting = waiting.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(paused)))
     return _publish(connection, waiting, limit=limit, now=now)
 
 

@@ -30,6 +30,7 @@ ALL_TENANTS = {
     "jobs.accounting.account_wasted": "a worker's, by the id of a job it had",
     "jobs.accounting.count_prompts": "a worker's, by the id of a job it has",
     "jobs.batches.let_go": "a keeper's, by its own name",
+    "jobs.batches.paused": "the sweeper's",
     "jobs.batches.take_open": "a keeper's: the sweeper's",
     "jobs.claims.beat": "a worker's, under its fences",
     "jobs.claims.claim": "a worker's: ids come from the runway",

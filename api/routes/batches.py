@@ -121,7 +121,7 @@ async def get(
     batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
     read_query(request, {})
-    record = await _known(
+    record = await known(
         services.sql.read,
         batch_id,
         lambda connection, now: batches.get(connection, batch_id, tenant=tenant),
@@ -134,7 +134,7 @@ async def cancel(
     batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
     read_query(request, {})
-    record = await _known(
+    record = await known(
         services.sql.write,
         batch_id,
         lambda connection, now: batches.cancel(connection, batch_id, tenant=tenant, now=now),
@@ -163,9 +163,10 @@ def _record(new: NewBatch, batch_id: str, tenant: str, now: float) -> BatchRecor
     )
 
 
-async def _known(
+async def known(
     run: Callable[..., Any], batch_id: str, statement: Callable[[Connection, float], R]
 ) -> Any:
+    """What the statement gives. Raises NotFound."""
     if not (batch_id.isascii() and batch_id.isprintable()):
         raise _unknown(batch_id)
     try:

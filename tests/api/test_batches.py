@@ -1,0 +1,137 @@
+"""What stands under a batch over HTTP: rows before the end, pause and resume, retry."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jobs import sweep
+from tests.api.conftest import MODEL, error_of, hands_on, serving
+from tests.api.test_guard import door  # noqa: F401  a server that asks for keys
+from worker.batch_keeper import BatchKeeper
+
+
+@pytest.fixture
+def kept(settings, tmp_path):
+    return replace(settings, files_dir=str(tmp_path / "files"))
+
+
+@pytest.fixture
+def shop(kept):
+    """A server, a worker's hands, and a keeper that turns when told."""
+    keeper = BatchKeeper(kept)
+    with serving(kept) as client, hands_on(kept) as hands:
+        hands.register()
+        yield client, hands, lambda: [None for _ in iter(keeper.round, False)]
+    keeper.stop()
+
+
+def create(client, num, **fields):
+    rows = []
+    for i in range(num):
+        body = {"model": MODEL, "prompt": f"say {i}", "max_tokens": 4} | fields.pop(f"body{i}", {})
+        rows.append({"custom_id": f"row-{i}", "url": "/v1/completions", "body": body})
+    data = "\n".join(map(json.dumps, rows))
+    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", data)}).json()
+    make = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    reply = client.post("/v1/batches", json=make | fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["id"]
+
+
+def jobs_of(client, batch_id):
+    found = client.get("/v1/jobs", params={"batch_id": batch_id, "limit": 1000}).json()["data"]
+    return {int(each["custom_id"][4:]): each["id"] for each in found}
+
+
+def results(client, batch_id, **query):
+    page = client.get(f"/v1/batches/{batch_id}/results", params=query).json()
+    return [each["row"] for each in page["data"]], page
+
+
+def test_rows_are_read_in_order_before_the_end(shop):
+    client, hands, turn = shop
+    batch_id = create(client, 6)
+    turn()
+    assert results(client, batch_id)[1] == {
+        "object": "list", "data": [], "last_row": None, "has_more": True,
+    }  # fmt: skip
+    ids = jobs_of(client, batch_id)
+    for i in (0, 1, 3, 5):
+        hands.finish(hands.claim(ids[i]), output={"text": f"answer {i}"})
+    rows, page = results(client, batch_id)
+    assert rows == [0, 1]
+    assert page["data"][1]["custom_id"] == "row-1"
+    assert page["data"][1]["response"]["body"] == {"text": "answer 1"}
+    assert results(client, batch_id, after=1)[0] == []
+    assert results(client, batch_id, skip_unfinished="true")[0] == [0, 1, 3, 5]
+    assert results(client, batch_id, skip_unfinished="true", after=1, limit=1)[0] == [3]
+    for i in (2, 4):
+        hands.finish(hands.claim(ids[i]), output={"text": f"answer {i}"})
+    rows, page = results(client, batch_id, after=1)
+    assert (rows, page["has_more"]) == ([2, 3, 4, 5], True)
+    turn()
+    assert results(client, batch_id, after=1)[1]["has_more"] is False
+    assert client.get(f"/v1/batches/{batch_id}").json()["status"] == "completed"
+
+
+def test_rows_of_a_paused_batch_stay_in_sql(shop):
+    client, hands, turn = shop
+    batch_id = create(client, 3)
+    paused = client.post(f"/v1/batches/{batch_id}/pause").json()
+    assert paused["paused_at"] >= paused["created_at"]
+    turn()
+    lone = client.post("/v1/jobs", json={
+        "url": "/v1/completions", "body": {"model": MODEL, "prompt": "x"}
+    }).json()["id"]  # fmt: skip
+
+    def publishable():
+        return hands.call(sweep.publishable, MODEL, limit=10)
+
+    assert set(publishable()) <= {lone}
+    assert publishable() == []
+    assert client.post(f"/v1/batches/{batch_id}/resume").json()["paused_at"] is None
+    published = set(publishable())
+    listed = client.get("/v1/jobs", params={"batch_id": batch_id}).json()["data"]
+    assert published <= {each["id"] for each in listed}
+    assert client.post(f"/v1/batches/{batch_id}/resume").status_code == 200
+
+
+def test_what_failed_for_no_fault_of_its_own_is_tried_again(shop):
+    client, hands, turn = shop
+    batch_id = create(client, 4, body3={"temperature": "hot"}, metadata={"a": "b"})
+    reply = client.post(f"/v1/batches/{batch_id}/retry_failed")
+    assert (reply.status_code, error_of(reply)["code"]) == (409, "batch_not_ended")
+    turn()
+    ids = jobs_of(client, batch_id)
+    error = {"message": "no", "type": "server_error", "param": None, "code": "poisoned"}
+    hands.finish(hands.claim(ids[0]))
+    hands.finish(hands.claim(ids[1]), state="failed", output=None, error=error)
+    client.post(f"/v1/batches/{batch_id}/cancel")
+    turn()
+    again = client.post(f"/v1/batches/{batch_id}/retry_failed").json()
+    assert (again["metadata"], again["status"]) == ({"a": "b"}, "validating")
+    turn()
+    rows = jobs_of(client, again["id"])
+    assert sorted(rows) == [1, 2]
+    for job_id in rows.values():
+        hands.finish(hands.claim(job_id))
+    turn()
+    counts = client.get(f"/v1/batches/{again['id']}").json()["request_counts"]
+    assert counts == {"total": 2, "completed": 2, "failed": 0}
+    reply = client.post(f"/v1/batches/{again['id']}/retry_failed")
+    assert error_of(reply)["code"] == "nothing_to_retry"
+
+
+def test_another_tenants_batch_is_not_there(door):  # noqa: F811
+    door.client.headers.update(door.key("acme"))
+    batch_id = create(door.client, 1)
+    door.client.headers.update(door.key("globex"))
+    calls = [("GET", ""), ("POST", "/cancel"), ("GET", "/results"), ("POST", "/pause"),
+             ("POST", "/resume"), ("POST", "/retry_failed")]  # fmt: skip
+    for method, path in calls:
+        reply = door.client.request(method, f"/v1/batches/{batch_id}{path}")
+        assert error_of(reply)["code"] == "batch_not_found"
+    assert door.client.get("/v1/batches").json()["data"] == []
+    reply = door.client.get("/v1/batches", params={"after": batch_id})
+    assert error_of(reply)["param"] == "after"
