@@ -34,6 +34,7 @@ from api.routes import (
     metrics,
     models,
     responses,
+    stored,
     submit,
     webhooks,
 )
@@ -50,9 +51,21 @@ from jobs.settings import Settings
 logger = logging.getLogger(__name__)
 
 ROUTES = (
-    submit, jobs, events, completions, responses, files, batches, batch_rows, models, health,
-    metrics, admin, webhooks,
-)  # fmt: skip
+    submit,
+    jobs,
+    events,
+    completions,
+    stored,
+    responses,
+    files,
+    batches,
+    batch_rows,
+    models,
+    health,
+    metrics,
+    admin,
+    webhooks,
+)
 
 RESTART_S = 1.0
 CPU_THREADS = 2  # more only take turns at the interpreter's lock

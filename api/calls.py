@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from api.door import Door
+from api.door import Door, UnknownModel
 from api.envelope import read_envelope
-from api.errors import BadRequest
+from api.errors import BadRequest, NotFound
 from api.intake import check_size, digest, job_of, parse_json
 from jobs.records import NewJob
 from jobs.settings import Settings
@@ -54,14 +54,18 @@ def call_of(
     waits: bool,  # somebody, for the job's end: it must not outlive them for long
     resolved: bool = False,  # what the body names instead of giving it is in it by now
 ) -> Call:
-    """Raises BadRequest, whose `param` is a field of the body."""
+    """Raises BadRequest, whose `param` is a field of the body, and NotFound for a model that is
+    not served: so OpenAI has it."""
     around = _take_envelope(body)
     if isinstance(metadata := body.get("metadata"), dict):
         around["metadata"] = metadata
     if waits and around.get("deadline_s") is None:
         around["deadline_s"] = settings.sync_s
     envelope = read_envelope({"url": url, "body": body, **around})
-    new_job = job_of(envelope, door, settings, stream=stream, resolved=resolved)
+    try:
+        new_job = job_of(envelope, door, settings, stream=stream, resolved=resolved)
+    except UnknownModel as error:
+        raise NotFound(error.message, param=error.param, code=error.code) from None
     return Call(new_job=new_job, body_sha256=body_sha256)
 
 

@@ -19,7 +19,7 @@ from api.document_bodies import bodies, ref
 from api.document_replies import REPLIES
 from api.guard import OPEN_PATHS, needed_scope
 from api.query import Reader
-from api.routes import admin, files, jobs, responses, webhooks
+from api.routes import admin, batch_rows, batches, files, jobs, responses, stored, webhooks
 from jobs import openai
 
 PATH = "/openapi.json"
@@ -35,7 +35,10 @@ _BODY = {408: "the body came too slowly", 413: "the body is too large"}
 _NOT_FOUND = {404: "there is none of this id"}
 _METHOD = {405: "`Allow` says what this path takes"}
 _KEYED = {409: "the `Idempotency-Key` was used with another body"}
-_WAITS = {404: "what was waited for was deleted", 504: "the job's deadline came first"}
+_WAITS = {
+    404: "no such model, or what was waited for was deleted",
+    504: "the job's deadline came first",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +61,10 @@ _BOTH = (_JSON, _EVENTS)
 _FORM = "multipart/form-data"
 _HOOK = "/v1/webhook_endpoints"
 _HOOKS = f"{_HOOK}/{{endpoint_id}}"
+_CHAT = openai.CHAT + "/{completion_id}"
 _ANSWER = openai.RESPONSES + "/{response_id}"
 _FILE = "/v1/files/{file_id}"
+_BATCH = "/v1/batches/{batch_id}"
 OPERATIONS = {
     ("POST", "/v1/jobs"): Operation(
         reply="JobOrJobs", makes="job_id", status=202, body="NewJobs", keyed=True
@@ -69,8 +74,18 @@ OPERATIONS = {
     ("GET", "/v1/jobs/{job_id}/events"): Operation(reply="Events", media=(_EVENTS,)),
     ("POST", "/v1/jobs/{job_id}/cancel"): Operation(reply="Job"),
     ("POST", openai.CHAT): Operation(
-        reply="ChatCompletion", body="ChatBody", media=_BOTH, keyed=True, waits=True
+        reply="ChatCompletion",
+        body="ChatBody",
+        media=_BOTH,
+        keyed=True,
+        waits=True,
+        makes="completion_id",
     ),
+    ("GET", openai.CHAT): Operation(reply="StoredPage", query=stored.LIST_QUERY),
+    ("GET", _CHAT): Operation(reply="StoredCompletion"),
+    ("POST", _CHAT): Operation(reply="StoredCompletion", body="Labels"),
+    ("DELETE", _CHAT): Operation(reply="StoredDeleted"),
+    ("GET", f"{_CHAT}/messages"): Operation(reply="MessagePage", query=stored.PAGE_QUERY),
     ("POST", openai.COMPLETIONS): Operation(
         reply="Completion", body="CompletionBody", media=_BOTH, keyed=True, waits=True
     ),
@@ -87,7 +102,7 @@ OPERATIONS = {
     ("POST", f"{_ANSWER}/cancel"): Operation(reply="Response"),
     ("GET", f"{_ANSWER}/input_items"): Operation(reply="InputItems", query=responses.ITEMS_QUERY),
     ("POST", f"{openai.RESPONSES}/input_tokens"): Operation(
-        reply="InputTokens", body="ResponseBody"
+        reply="InputTokens", body="ResponseBody", more={404: "Error"}
     ),
     ("POST", "/v1/files"): Operation(
         reply="File", makes="file_id", body="Upload", body_media=_FORM
@@ -96,6 +111,16 @@ OPERATIONS = {
     ("GET", _FILE): Operation(reply="File"),
     ("GET", f"{_FILE}/content"): Operation(reply="Content", media=("application/octet-stream",)),
     ("DELETE", _FILE): Operation(reply="FileDeleted"),
+    ("POST", "/v1/batches"): Operation(
+        reply="Batch", body="NewBatch", keyed=True, makes="batch_id"
+    ),
+    ("GET", "/v1/batches"): Operation(reply="BatchPage", query=batches.LIST_QUERY),
+    ("GET", _BATCH): Operation(reply="Batch"),
+    ("POST", f"{_BATCH}/cancel"): Operation(reply="Batch"),
+    ("GET", f"{_BATCH}/results"): Operation(reply="Rows", query=batch_rows.RESULTS_QUERY),
+    ("POST", f"{_BATCH}/pause"): Operation(reply="Batch"),
+    ("POST", f"{_BATCH}/resume"): Operation(reply="Batch"),
+    ("POST", f"{_BATCH}/retry_failed"): Operation(reply="Batch", more={409: "Error"}),
     ("GET", "/v1/models"): Operation(reply="Models"),
     ("GET", "/v1/models/{model_id}"): Operation(reply="Model"),
     ("GET", "/health/live"): Operation(reply="Live"),
@@ -116,7 +141,7 @@ OPERATIONS = {
     ("GET", "/admin/v1/tenants"): Operation(reply="Tenants"),
     ("POST", "/admin/v1/tenants/{tenant_id}"): Operation(reply="Tenant", body="QuotaFields"),
     ("POST", "/admin/v1/keys"): Operation(
-        reply="KeyMade", makes="key_id", status=201, body="NewKey"
+        reply="KeyMade", status=201, body="NewKey", makes="key_id", more={404: "Error"}
     ),
     ("GET", "/admin/v1/keys"): Operation(reply="Keys", query=admin.KEYS_QUERY),
     ("DELETE", "/admin/v1/keys/{key_id}"): Operation(reply="Key"),

@@ -13,7 +13,9 @@ from typing import Any
 from api.calls import EXTENSIONS, NAMESPACE, NAMESPACED
 from api.envelope import Envelope
 from api.routes.admin import NewKey, NewTenant, QuotaFields
+from api.routes.batches import NewBatch
 from api.routes.files import TTL
+from api.routes.stored import Labels
 from api.routes.webhooks import EndpointChanges, NewEndpoint
 from engine.sampling_params import MAX_BEAMS, ParameterError, params_of
 from jobs import files, openai, openai_messages, openai_responses, openai_tools
@@ -125,13 +127,21 @@ def bodies(models: list[str]) -> dict[str, Schema]:
             },
             "additionalProperties": False,
         },
-        **{
-            model.__name__: model.model_json_schema()
-            for model in (NewKey, NewTenant, QuotaFields, NewEndpoint, EndpointChanges)
-        },
+        **_models(),
     }  # fmt: skip
 
 
+def _models() -> dict[str, Schema]:
+    """Our own objects, and what stands in them."""
+    found: dict[str, Schema] = {}
+    for model in _MODELS:
+        schema = model.model_json_schema(ref_template=ref("{model}")["$ref"])
+        found |= schema.pop("$defs", {})
+        found[model.__name__] = schema
+    return found
+
+
+_MODELS = (NewKey, NewTenant, QuotaFields, NewEndpoint, EndpointChanges, Labels, NewBatch)
 _BODY_OF = {
     openai.CHAT: "ChatBody",
     openai.COMPLETIONS: "CompletionBody",

@@ -3,6 +3,7 @@
 from typing import Any
 
 from api.document_bodies import BOOLEAN, INTEGER, NUMBER, TEXT, array, ref
+from jobs.batches import BatchState
 from jobs.files import PURPOSES
 from jobs.lifecycle import JobState
 from jobs.tenants import QUOTAS
@@ -73,6 +74,20 @@ _ENDED: dict[str, Schema] = {
     "logprobs": _or_null(_OBJECT),
     "finish_reason": {"enum": _REASONS},
 }
+_BATCH_TIMES = (
+    "in_progress_at", "finalizing_at", "cancelling_at", "completed_at", "failed_at", "expired_at",
+    "cancelled_at", "paused_at",
+)  # fmt: skip
+_LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
+_CHAT_MORE: dict[str, Schema] = {"prompt_logprobs": array(_ANY)}
+_CHAT = {
+    "id": TEXT,
+    "object": _kind("chat.completion"),
+    "created": INTEGER,
+    "model": TEXT,
+    "choices": array(_record({"stop_reason": TEXT}, message=_MESSAGE, **_ENDED), 1),
+    "usage": _USAGE,
+}
 _ITEM: Schema = {
     "anyOf": [
         _record(
@@ -131,7 +146,7 @@ REPLIES: dict[str, Schema] = {
         attempt=_COUNT,
         max_attempts=_COUNT,
         batch_id=_or_null(TEXT),
-        metadata={"type": "object", "additionalProperties": TEXT},
+        metadata=_LABELS,
         created_at=_TIME,
         started_at=_or_null(_TIME),
         first_token_at=_or_null(_TIME),
@@ -158,15 +173,11 @@ REPLIES: dict[str, Schema] = {
     ),
     "JobOrJobs": {"anyOf": [ref("Job"), _list(ref("Job"))]},
     "JobPage": _page(ref("Job")),
-    "ChatCompletion": _record(
-        {"prompt_logprobs": array(_ANY)},
-        id=TEXT,
-        object=_kind("chat.completion"),
-        created=INTEGER,
-        model=TEXT,
-        choices=array(_record({"stop_reason": TEXT}, message=_MESSAGE, **_ENDED), 1),
-        usage=_USAGE,
-    ),
+    "ChatCompletion": _record(_CHAT_MORE, **_CHAT),
+    "StoredCompletion": _record(_CHAT_MORE, **_CHAT, metadata=_LABELS),
+    "StoredPage": _page(ref("StoredCompletion")),
+    "StoredDeleted": _deleted("chat.completion.deleted"),
+    "MessagePage": _page({"type": "object", "required": ["id", "role"]}),
     "Completion": _record(
         id=TEXT,
         object=_kind("text_completion"),
@@ -190,7 +201,7 @@ REPLIES: dict[str, Schema] = {
         incomplete_details=_or_null(_record(reason=TEXT)),
         instructions=_or_null(TEXT),
         max_output_tokens=_or_null(INTEGER),
-        metadata={"type": "object", "additionalProperties": TEXT},
+        metadata=_LABELS,
         model=TEXT,
         output=array(_ITEM),
         parallel_tool_calls=BOOLEAN,
@@ -232,6 +243,31 @@ REPLIES: dict[str, Schema] = {
     "FilePage": _page(ref("File")),
     "FileDeleted": _deleted("file"),
     "Content": {"type": "string", "contentMediaType": "application/octet-stream"},
+    "Batch": _record(
+        id=TEXT,
+        object=_kind("batch"),
+        endpoint=TEXT,
+        model=_or_null(TEXT),
+        errors=_or_null(_list(_OBJECT)),
+        input_file_id=TEXT,
+        completion_window=_kind("24h"),
+        status={"enum": [str(state) for state in BatchState]},
+        output_file_id=_or_null(TEXT),
+        error_file_id=_or_null(TEXT),
+        created_at=INTEGER,
+        expires_at=INTEGER,
+        **dict.fromkeys(_BATCH_TIMES, _or_null(INTEGER)),
+        request_counts=_record(total=_COUNT, completed=_COUNT, failed=_COUNT),
+        usage=_or_null(_OBJECT),
+        metadata=_or_null(_LABELS),
+        priority=INTEGER,
+    ),
+    "BatchPage": _page(ref("Batch")),
+    "Rows": _list(
+        {"type": "object", "required": ["row", "custom_id"]},
+        last_row=_or_null(_COUNT),
+        has_more=BOOLEAN,
+    ),
     "Model": _record(
         id=TEXT, object=_kind("model"), created=INTEGER, owned_by=TEXT, max_model_len=_COUNT
     ),

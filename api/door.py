@@ -39,6 +39,10 @@ class ServedModel:
     max_n: int = MAX_N  # samples of one generation
 
 
+class UnknownModel(BadRequest):
+    """The body names a model that is not served here."""
+
+
 class UnreadableModel(Exception):
     """A model's folder has no tokenizer or chat template that can be used."""
 
@@ -85,7 +89,7 @@ class Door:
         model = self.models.get(generation.model)
         if model is None:
             served = ", ".join(sorted(self.models))
-            raise BadRequest(
+            raise UnknownModel(
                 f"model {generation.model[:100]!r} is not served here; served: {served}",
                 param="model",
                 code="model_not_found",

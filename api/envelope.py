@@ -32,6 +32,8 @@ def _bounded(text: str) -> str:
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)]
+
 
 class Envelope(BaseModel):
     """One job as submitted: a line of an OpenAI batch file, plus what a queue needs."""
@@ -45,9 +47,7 @@ class Envelope(BaseModel):
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] | None = None
     max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] = Field(
-        default_factory=dict
-    )
+    metadata: Metadata = Field(default_factory=dict)
 
 
 def read_envelope(value: object) -> Envelope:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api.core import idempotency_key
-from api.envelope import MetadataKey, MetadataValue
+from api.envelope import Metadata
 from api.errors import BadRequest, Conflict, NotFound, json_response
 from api.fields import checked
 from api.intake import digest, parse_json
@@ -19,7 +19,7 @@ from api.services import ServicesDep, TenantDep
 from jobs import batches, files, openai, store
 from jobs.batch_shapes import batch_object
 from jobs.batches import BatchRecord, BatchState
-from jobs.records import MAX_METADATA, MAX_PRIORITY, MIN_PRIORITY
+from jobs.records import MAX_PRIORITY, MIN_PRIORITY
 
 R = TypeVar("R")
 
@@ -48,9 +48,7 @@ class NewBatch(Fields):
     input_file_id: Annotated[str, Field(min_length=1, max_length=256)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = (
-        None
-    )
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = batches.PRIORITY
 

@@ -252,3 +252,50 @@ def test_what_a_stream_cannot_tell_is_refused_by_name(chat, field):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(stream=True, extra_body={field: STREAM_REFUSED[field]})
     assert refused.value.param == field
+
+
+# -- stored
+
+
+@pytest.fixture
+def kept(client, chat):
+    """Two chats that were to be stored, the later one last; and one that was not."""
+    made = [chat("one", store=True, metadata={"k": "a"}), chat("two", store=True)]
+    chat("three")
+    yield made
+    for each in made:
+        client.chat.completions.delete(each.id)
+
+
+def test_a_stored_chat_is_found_again_with_its_labels(client, kept):
+    found = client.chat.completions.retrieve(kept[0].id)
+    assert found.choices == kept[0].choices
+    assert found.metadata == {"k": "a"}
+    changed = client.chat.completions.update(kept[0].id, metadata={"k": "b"})
+    assert changed.metadata == client.chat.completions.retrieve(kept[0].id).metadata == {"k": "b"}
+
+
+def test_stored_chats_are_listed_page_by_page(client, kept):
+    ids = [each.id for each in kept]
+    listed = [each.id for each in client.chat.completions.list(limit=1, order="desc")]
+    assert listed[:2] == ids[::-1]
+    behind = client.chat.completions.list(after=ids[0], order="asc")
+    assert [each.id for each in behind] == ids[1:]
+
+
+def test_what_a_stored_chat_was_asked_is_listed(client, kept):
+    [message] = client.chat.completions.messages.list(kept[1].id)
+    assert (message.role, message.content) == ("user", "two")
+    assert message.id
+
+
+def test_a_stored_chat_is_gone_once_deleted(client, chat):
+    made = chat(store=True)
+    assert client.chat.completions.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.retrieve(made.id)
+
+
+def test_a_chat_that_was_not_to_be_stored_is_not_found_again(client, chat):
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.retrieve(chat().id)

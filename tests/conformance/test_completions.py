@@ -89,7 +89,7 @@ def test_a_bad_value_is_a_bad_request_that_names_it(chat, values, param):
 
 
 def test_a_model_that_is_not_served_is_told_by_its_code(chat):
-    with pytest.raises(openai.APIStatusError) as refused:
+    with pytest.raises(openai.NotFoundError) as refused:
         chat(model="no-such-model")
     assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
