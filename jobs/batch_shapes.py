@@ -7,7 +7,7 @@ HTTP; `error` beside it is for rows that never came to be answered: expired, can
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.batches import BatchRecord, BatchState
+from jobs.batch_record import BatchRecord, BatchState
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord
 from jobs.rows import encode

@@ -14,8 +14,7 @@ UnknownBatch
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from dataclasses import fields, replace
 from typing import Any
 
 from sqlalchemy import (
@@ -31,6 +30,7 @@ from sqlalchemy import (
 )
 
 from jobs import webhooks
+from jobs.batch_record import BatchRecord, BatchState
 from jobs.lifecycle import TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import LOST, QUEUED, RUNNING, batches, jobs
 from jobs.records import JobRecord
@@ -44,17 +44,6 @@ MAX_LISTED = 100
 _ROUND = 2000  # rows that one statement ends
 
 
-class BatchState(StrEnum):
-    VALIDATING = "validating"
-    FAILED = "failed"
-    IN_PROGRESS = "in_progress"
-    FINALIZING = "finalizing"
-    COMPLETED = "completed"
-    EXPIRED = "expired"
-    CANCELLING = "cancelling"
-    CANCELLED = "cancelled"
-
-
 class UnknownBatch(Exception):
     """No batch of that id; the same for one of another tenant."""
 
@@ -64,38 +53,6 @@ class UnknownBatch(Exception):
 
 class LostBatch(Exception):
     """The batch has another keeper by now, or another state: roll back and let go of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRecord:
-    """A batch's row, its JSON columns decoded."""
-
-    id: str
-    tenant_id: str
-    endpoint: str
-    input_file_id: str
-    metadata: dict[str, str] | None
-    priority: int
-    output_ttl_s: int | None
-    state: BatchState
-    ending: str | None = None
-    model: str | None = None
-    errors: list[dict[str, Any]] | None = None
-    num_rows: int = 0
-    num_inserted: int = 0
-    input_offset: int = 0
-    num_completed: int = 0
-    num_failed: int = 0
-    usage: dict[str, int] | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    created_at: float
-    expires_at: float
-    in_progress_at: float | None = None
-    finalizing_at: float | None = None
-    cancelling_at: float | None = None
-    closed_at: float | None = None
-    paused_at: float | None = None
 
 
 _JSON = ("metadata", "errors", "usage")

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from sqlalchemy import Connection
 
 from jobs import batch_shapes, batches, files, webhooks
-from jobs.batches import BatchRecord, BatchState
+from jobs.batch_record import BatchRecord, BatchState
 from jobs.file_store import FileStore, Incoming
 from jobs.files import FileRecord
 from jobs.lifecycle import JobState

@@ -1,4 +1,5 @@
-"""Looks after batches: reads their files, makes rows of them, closes them. A thread of the sweeper.
+"""Looks after batches: reads their files, makes rows of them, closes them. A thread of the sweeper,
+which takes away files whose time is over, too.
 
 Any number of keepers may run. A batch is one keeper's at a time, for as long as it writes; every
 step is a transaction that names its keeper and the state it comes from, and can be done again by
@@ -19,13 +20,15 @@ from typing import BinaryIO, TypeVar
 from sqlalchemy import Connection
 
 from jobs import batches, quotas, store
-from jobs.batches import BatchRecord, BatchState, LostBatch
+from jobs.batch_record import BatchRecord, BatchState
+from jobs.batches import LostBatch
 from jobs.database import Database, transient, trouble
 from jobs.events import Channel, Publisher
 from jobs.file_store import FileStore
 from jobs.settings import Settings
 from worker.batch_closer import close
 from worker.batch_reader import Line, Reading, read_lines, row_of
+from worker.file_sweeper import FileSweeper
 
 R = TypeVar("R")
 
@@ -46,6 +49,7 @@ class BatchKeeper:
         self.store = FileStore(settings.files_dir)
         self.name = f"keeper-{uuid.uuid4().hex}"
         self._database = Database(settings.database_url, pool_size=1)
+        self._files = FileSweeper(settings, self._database)
         self._publisher = Publisher(settings)
         self._works: dict[str, Iterator[None]] = {}  # by batch: what is being done for it
         self._stop = threading.Event()
@@ -78,6 +82,7 @@ class BatchKeeper:
             try:
                 while self.round() and not self._stop.is_set():
                     pass
+                self._files.sweep()
                 self._away = False
             except store.WrongSchema:
                 return  # the sweeper finds it too, says so and ends

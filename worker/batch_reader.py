@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from jobs import openai, strict_json
-from jobs.batches import MAX_ERRORS, BatchRecord
+from jobs.batch_record import BatchRecord
+from jobs.batches import MAX_ERRORS
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from jobs.openai_fields import BodyError
 from jobs.records import MAX_CUSTOM_ID_BYTES, JobRecord, NewJob, storable

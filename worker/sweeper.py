@@ -20,7 +20,6 @@ from jobs.runway import Runway, RunwayDown
 from jobs.settings import Settings
 from worker.batch_keeper import BatchKeeper
 from worker.courier import Courier
-from worker.file_sweeper import FileSweeper
 
 PURGE_EVERY_S = 60.0
 
@@ -42,7 +41,6 @@ class Sweeper:
         self._database = Database(settings.database_url, pool_size=1)
         self._runway = Runway(settings, make_app(settings))
         self._publisher = Publisher(settings)
-        self._files = FileSweeper(settings, self._database)
         self._away: set[str] = set()  # of "database" and "redis", as the log knows it
         self._purge_due = 0.0
         self._schema_known = False
@@ -51,7 +49,6 @@ class Sweeper:
         """One pass. What cannot be done now is left to the next."""
         try:
             self._rescue()
-            self._files.sweep()
             self._reached("database")
             self._runway.refill(self._database)
             self._reached("redis")

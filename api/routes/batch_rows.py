@@ -12,8 +12,8 @@ from api.query import boolean, integer, read_query
 from api.routes.batches import known
 from api.services import Services, ServicesDep, TenantDep
 from jobs import batches, files
+from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object, encoded, is_worth_another_try, line, request_line
-from jobs.batches import BatchRecord, BatchState
 from jobs.file_store import Incoming
 from jobs.files import FileRecord
 from jobs.quotas import QuotaExceeded

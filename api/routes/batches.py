@@ -17,8 +17,8 @@ from api.intake import digest, parse_json
 from api.query import integer, read_query, text
 from api.services import ServicesDep, TenantDep
 from jobs import batches, files, openai, store
+from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object
-from jobs.batches import BatchRecord, BatchState
 from jobs.records import MAX_PRIORITY, MIN_PRIORITY
 
 R = TypeVar("R")

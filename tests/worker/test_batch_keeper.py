@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from jobs import batches, claims, file_store, files, finishing, webhooks
-from jobs.batches import BatchRecord, BatchState, LostBatch
+from jobs.batch_record import BatchRecord, BatchState
+from jobs.batches import LostBatch
 from jobs.claims import Held
 from jobs.database import Database
 from jobs.files import FileRecord

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from jobs.batches import BatchRecord, BatchState
+from jobs.batch_record import BatchRecord, BatchState
 from jobs.lifecycle import JobState
 from jobs.settings import ModelEntry, Settings
 from worker.batch_reader import Line, Reading, read_lines, row_of

@@ -1,0 +1,48 @@
+"""What goes into the store of batches and comes out of it: frozen values."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class BatchState(StrEnum):
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch's row, its JSON columns decoded."""
+
+    id: str
+    tenant_id: str
+    endpoint: str
+    input_file_id: str
+    metadata: dict[str, str] | None
+    priority: int
+    output_ttl_s: int | None
+    state: BatchState
+    ending: str | None = None
+    model: str | None = None
+    errors: list[dict[str, Any]] | None = None
+    num_rows: int = 0
+    num_inserted: int = 0
+    input_offset: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    usage: dict[str, int] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: float
+    expires_at: float
+    in_progress_at: float | None = None
+    finalizing_at: float | None = None
+    cancelling_at: float | None = None
+    closed_at: float | None = None
+    paused_at: float | None = None
