@@ -3,7 +3,7 @@
 from typing import Any
 
 from api.document_bodies import BOOLEAN, INTEGER, NUMBER, TEXT, array, ref
-from jobs.batches import BatchState
+from jobs.batch_record import BatchState
 from jobs.files import PURPOSES
 from jobs.lifecycle import JobState
 from jobs.tenants import QUOTAS
