@@ -77,6 +77,9 @@ async def accept(
             code="job_deleted",
         )
     services.hints.submitted()
+    if submitted.records and not submitted.replayed:
+        first = submitted.records[0]
+        logger.info("job %s accepted: url=%s jobs=%d", first.id, first.url, len(new_jobs))
     return submitted
 
 

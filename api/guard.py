@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import ApiError, Forbidden, Unauthorized, error_response
 from api.query import read_header
 from api.services import Services
-from jobs import keys
+from jobs import keys, logs
 from jobs.addresses import is_loopback
 from jobs.keys import Principal
 from jobs.tenants import DEFAULT_TENANT, Quotas
@@ -41,6 +41,9 @@ class Guard:
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
+            with logs.about(tenant=scope["principal"].tenant):
+                await self.app(scope, receive, send)
+            return
         await self.app(scope, receive, send)
 
     async def _principal(self, request: Request) -> Principal:

@@ -12,11 +12,11 @@ from fastapi import FastAPI
 from api.app import create_app, num_database_connections
 from api.connections import Gate, LoopTrouble, raise_descriptor_limit
 from api.services import Services
+from jobs import logs
 from jobs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 5  # for replies under way; long-polls and streams are ended at once
 MAX_CONNECTIONS_WAITING = 2048  # for us to accept them
 # in one turn of the loop: what asyncio calls the backlog, and as often it fails without descriptors
@@ -71,7 +71,7 @@ def run(settings: Settings) -> None:
 
     Raises door.UnreadableModel, or SystemExit if the start fails otherwise.
     """
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)  # unless it is set up
+    logs.set_up(settings)
     raise_descriptor_limit()
     server = Server(create_app(settings), settings)
     if threading.current_thread() is threading.main_thread():

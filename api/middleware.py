@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import BadRequest, error_response, internal_error
+from jobs import logs
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +44,19 @@ class Edge:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        try:
-            if _has_two_lengths(scope):
-                await _two_lengths()(scope, receive, stamped)
-                return
-            await self.app(scope, receive, stamped)
-        except ClientDisconnect:
-            return  # nobody is there to answer
-        except Exception:
-            logger.exception("request %s failed: path=%r", request_id, scope["path"])
-            if started:
-                raise  # half a reply is out: only a broken connection tells the client so
-            await internal_error()(scope, receive, stamped)
+        with logs.about(request_id=request_id):
+            try:
+                if _has_two_lengths(scope):
+                    await _two_lengths()(scope, receive, stamped)
+                    return
+                await self.app(scope, receive, stamped)
+            except ClientDisconnect:
+                return  # nobody is there to answer
+            except Exception:
+                logger.exception("request %s failed: path=%r", request_id, scope["path"])
+                if started:
+                    raise  # half a reply is out: only a broken connection tells the client so
+                await internal_error()(scope, receive, stamped)
 
 
 def _has_two_lengths(scope: Scope) -> bool:

@@ -4,6 +4,7 @@ Every pool has a bound on threads, on calls that wait for one, and on how long a
 """
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -35,7 +36,10 @@ class Pool:
             raise Overloaded(f"more than {self.max_calls} calls wait for {self.name}")
         self.calls += 1
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        context = contextvars.copy_context()  # what is logged there is about the same call
+        future = loop.run_in_executor(
+            self._executor, lambda: context.run(function, *args, **kwargs)
+        )
         future.add_done_callback(self._ended)
         try:
             return await asyncio.wait_for(asyncio.shield(future), self.timeout_s)

@@ -19,10 +19,11 @@ from rich.text import Text
 from cli.client import ENDED, Client, ClientError, Job, Unreachable
 from cli.client_commands import seconds, short, text_of
 from cli.demo_prompts import PROMPTS
-from cli.options import LOG_FORMAT, environment
+from cli.options import environment
 from cli.service import Service, StartError, watch_in_background
 from jobs import store
 from jobs.database import Database
+from jobs.logs import TEXT_FORMAT
 from jobs.records import JobRecord
 from jobs.settings import Settings, variable
 from jobs.tenants import DEFAULT_TENANT
@@ -101,7 +102,7 @@ def _environment(data_dir: str | None, model: str) -> dict[str, str]:
 
 def _log_to(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=file, level=logging.INFO, format=LOG_FORMAT)
+    logging.basicConfig(filename=file, level=logging.INFO, format=TEXT_FORMAT)
 
 
 @contextlib.contextmanager

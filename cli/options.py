@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import click
 
+from jobs import logs
 from jobs.settings import Settings, SettingsError, variable
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def environment(**overrides: object) -> dict[str, str]:
@@ -29,7 +28,7 @@ def environment(**overrides: object) -> dict[str, str]:
 def settings_of(environ: Mapping[str, str]) -> Settings:
     """The settings of `environ`; sets up the process's log too. Raises SettingsError."""
     settings = Settings.from_env(environ)
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
+    logs.set_up(settings)
     for name in ("httpx", "httpx2"):  # a line for every request: the supervisor asks ten a second
         logging.getLogger(name).setLevel(logging.WARNING)
     if settings.log_level != "debug":  # ten lines of what a migration is about to ask

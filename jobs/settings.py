@@ -243,6 +243,9 @@ class Settings:
     log_level: str = _setting(
         "info", "Least severe line logged.", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = _setting(
+        "text", "Lines of the log: text, or an object of JSON each.", choices=("text", "json")
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):

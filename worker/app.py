@@ -3,8 +3,11 @@
 It serves the first of the models in TOKENMILL_MODELS; `tokenmill worker --model` serves another.
 """
 
+from jobs import logs
 from jobs.settings import Settings
 from worker.application import make_worker_app
 
 settings = Settings.from_env()
+if settings.log_format == "json":  # else Celery has lines of its own
+    logs.set_up(settings)
 app = make_worker_app(settings, settings.models[0])

@@ -181,6 +181,7 @@ class Book:
             "job %s attempt %d %s: reason=%s prompt_tokens=%d completion_tokens=%d",
             *(job.id, job.attempt, outcome.state, outcome.code or outcome.finish_reason),
             *(outcome.prompt_tokens, outcome.completion_tokens),
+            extra={"tenant": job.tenant_id},
         )
         succeeded = outcome.state == JobState.SUCCEEDED
         ending = Ending.SUCCEEDED if succeeded else Ending.FAILED

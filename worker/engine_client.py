@@ -68,8 +68,8 @@ class EngineEvents:
 class EngineClient:
     """One engine process at a time, for the life of the worker."""
 
-    def __init__(self, config: EngineConfig, *, log_level: str) -> None:
-        self._start = Start(config, log_level)
+    def __init__(self, config: EngineConfig, *, log_level: str, log_format: str = "text") -> None:
+        self._start = Start(config, log_level, log_format)
         self._events: EngineEvents | None = None
         self._outbox: queue.SimpleQueue[tuple[int, Command]] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None

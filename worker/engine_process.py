@@ -18,6 +18,7 @@ from engine.lifeline import heed_parent_alone
 from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, RequestOutput, RequestUpdate
 from engine.sampling_params import ParameterError
+from jobs import logs
 from worker.messages import (
     Abort,
     Add,
@@ -50,9 +51,10 @@ def main(fd: int) -> int:
         start = decode_start(pipe.recv_bytes())
     except EOFError:
         return 0
-    logging.basicConfig(
-        level=start.log_level.upper(),
-        format="[%(asctime)s: %(levelname)s/engine-%(process)d] %(message)s",
+    logs.set_up_as(
+        start.log_format,
+        start.log_level,
+        text_format="[%(asctime)s: %(levelname)s/engine-%(process)d] %(message)s",
     )
     try:
         engine, load_s = _build(start.config, pipe)

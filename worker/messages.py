@@ -20,6 +20,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
     config: EngineConfig
     log_level: str  # a name the logging module knows
+    log_format: str = "text"  # see jobs.logs
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):

@@ -64,7 +64,11 @@ class Parts:
         self._stream = StreamWriter(settings)
         self._cancelled = Subscription(settings, Channel.CANCELLED)
         self._database = Database(settings.database_url, pool_size=settings.database_pool)
-        self.engine = EngineClient(engine_config(settings, model), log_level=settings.log_level)
+        self.engine = EngineClient(
+            engine_config(settings, model),
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+        )
         self.ledger = Ledger(
             self._database,
             worker_id=worker_id,
