@@ -1,0 +1,76 @@
+"""The calls of files and batches, for `tokenmill run-batch`."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from cli.client import AWAY, AWAY_PAUSE_S, Client, Refused, Unreachable
+
+R = TypeVar("R")
+
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+ROWS = 1000  # of one reply
+UPLOAD_S = 3600.0
+AWAY_S = 600.0  # then whoever started the command is to start it again
+
+Batch = dict[str, Any]  # a batch object as the service shows it
+
+
+class BatchClient(Client):
+    """Waits for a service that is away. Every method raises ClientError."""
+
+    def upload(self, path: Path) -> str:
+        """The file's id; its bytes are read while they are sent."""
+
+        def send() -> dict[str, Any]:
+            with path.open("rb") as file:
+                return self._call(
+                    "POST", "/v1/files", data={"purpose": "batch"},
+                    files={"file": (path.name, file)}, timeout=UPLOAD_S,
+                )  # fmt: skip
+
+        return str(_patiently(send)["id"])
+
+    def create(self, file_id: str, endpoint: str, *, key: str, **fields: Any) -> Batch:
+        """The same batch for the same key."""
+        make = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+        headers = {"Idempotency-Key": key}
+        return _patiently(
+            lambda: self._call("POST", "/v1/batches", json=make | fields, headers=headers)
+        )
+
+    def batch(self, batch_id: str) -> Batch | None:
+        """None where the service does not know it."""
+        try:
+            return _patiently(lambda: self._call("GET", _path(batch_id)))
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def results(self, batch_id: str, num_seen: int) -> tuple[list[dict[str, Any]], bool]:
+        """Lines of the rows behind the first `num_seen`, up to one that has not ended; and whether
+        there are more to come."""
+        query = {"limit": ROWS} | ({"after": num_seen - 1} if num_seen else {})
+        page = _patiently(lambda: self._call("GET", f"{_path(batch_id)}/results", params=query))
+        return page["data"], page["has_more"]
+
+
+def _path(batch_id: str) -> str:
+    return f"/v1/batches/{quote(batch_id, safe='')}"
+
+
+def _patiently(call: Callable[[], R]) -> R:
+    """A service that is away for a while is waited for; one that says no is not asked again."""
+    until = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return call()
+        except (Unreachable, Refused) as error:
+            if isinstance(error, Refused) and error.status not in AWAY:
+                raise
+            if time.monotonic() > until:
+                raise
+            time.sleep(AWAY_PAUSE_S)
