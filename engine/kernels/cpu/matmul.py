@@ -30,6 +30,7 @@ from engine.kernels.cpu.tiles_int8 import (
     tile_int8,
 )
 from engine.kernels.cpu.vectors import load_float, silu_mul_panel
+from engine.kernels.cpu.widen import MANY_TILES, MOST_NUMBERS, room_for_panels, widen
 from engine.kernels.cpu.workers import share
 from engine.kernels.memory import allocate
 
@@ -98,6 +99,7 @@ def _product_function(kind: int) -> CFunc:
     """Columns of Y from panels of a weight of one kind."""
     if (kind == PAIRS and BY_AMX) or (kind == INT8 and INT8_BY_AMX):
         return amx_product_function(kind)
+    in_16_bits = kind in (FLOAT16, BFLOAT16)
 
     @cfunc("int64(" + 14 * "int64, " + "int64)", cache=True, error_model="numpy")
     def product(
@@ -123,6 +125,12 @@ def _product_function(kind: int) -> CFunc:
         if num_tiles > MAX_FETCHING or (num_rows == 1 and kind == FLOAT32):
             # one panel in so many tiles is no matter; one row waits anyway
             following, following_apart, pace = panel, apart, 0
+        is_wide = in_16_bits and num_tiles >= MANY_TILES and PANEL * k * num_panels <= MOST_NUMBERS
+        if is_wide:
+            wide = room_for_panels()
+            for p in range(num_panels):
+                widen(panel + apart * p, wide + 4 * PANEL * k * p, PANEL * k, kind)
+            panel, apart = wide, 4 * PANEL * k
         for index in range(num_tiles):
             row = num_rows * index // num_tiles
             rows = num_rows * (index + 1) // num_tiles - row
@@ -132,6 +140,11 @@ def _product_function(kind: int) -> CFunc:
                 tile_int8(
                     left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
                     following_apart, pace, num_groups(k), rows, num_panels,
+                )  # fmt: skip
+            elif is_wide:
+                tile_by_stretches(
+                    left, ldx, panel, apart, PANEL, made, ldy, begin, start_apart, lds, ahead,
+                    following_apart, pace, steps, rows, num_panels, FLOAT32,
                 )  # fmt: skip
             else:
                 tile_by_stretches(

@@ -66,6 +66,19 @@ def test_products_equal_float64(draw, dtype, num_rows):
             torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_inputs", [2048, 2049, 4097])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_panels_that_many_tiles_meet_give_each_row_what_it_gets_alone(dtype, num_inputs):
+    """Up to some size they are made float32 first, beyond it by each tile."""
+    weight, x = torch.randn(32, num_inputs).to(dtype), torch.randn(40, num_inputs)
+    packed = pack(weight, dtype)
+    found = product(x, packed, torch.zeros(40, 32), dtype)
+    for row in range(40):
+        alone = product(x[row : row + 1], packed, torch.zeros(1, 32), dtype)
+        assert torch.equal(alone[0], found[row])
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_what_is_added_to_much_loses_no_more_than_one_rounding(draw, dtype):
     """A residual may be large: it takes no part in the sum of products until that is whole."""
