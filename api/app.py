@@ -26,6 +26,7 @@ from api.routes import (
     batch_rows,
     batches,
     completions,
+    dead,
     document,
     events,
     files,
@@ -64,6 +65,7 @@ ROUTES = (
     health,
     metrics,
     admin,
+    dead,
     webhooks,
 )
 

@@ -17,7 +17,7 @@ from jobs.streams import StreamMode
 
 NAMESPACE = "tokenmill"
 EXTENSIONS = ("priority", "deadline_s")
-NAMESPACED = (*EXTENSIONS, "custom_id", "max_attempts")
+NAMESPACED = (*EXTENSIONS, "custom_id", "max_attempts", "retry_on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from api.document_bodies import bodies, ref
 from api.document_replies import REPLIES
 from api.guard import OPEN_PATHS, needed_scope
 from api.query import Reader
-from api.routes import admin, batch_rows, batches, files, jobs, responses, stored, webhooks
+from api.routes import admin, batch_rows, batches, dead, files, jobs, responses, stored, webhooks
 from jobs import openai
 
 PATH = "/openapi.json"
@@ -145,6 +145,8 @@ OPERATIONS = {
     ),
     ("GET", "/admin/v1/keys"): Operation(reply="Keys", query=admin.KEYS_QUERY),
     ("DELETE", "/admin/v1/keys/{key_id}"): Operation(reply="Key"),
+    ("GET", "/admin/v1/dead_jobs"): Operation(reply="DeadJobs", query=dead.LIST_QUERY),
+    ("POST", "/admin/v1/dead_jobs/requeue"): Operation(reply="Requeued", body="Requeue"),
     ("GET", PATH): Operation(reply="Document"),
 }
 

@@ -14,6 +14,7 @@ from api.calls import EXTENSIONS, NAMESPACE, NAMESPACED
 from api.envelope import Envelope
 from api.routes.admin import NewKey, NewTenant, QuotaFields
 from api.routes.batches import NewBatch
+from api.routes.dead import Requeue
 from api.routes.files import TTL
 from api.routes.stored import Labels
 from api.routes.webhooks import EndpointChanges, NewEndpoint
@@ -141,7 +142,9 @@ def _models() -> dict[str, Schema]:
     return found
 
 
-_MODELS = (NewKey, NewTenant, QuotaFields, NewEndpoint, EndpointChanges, Labels, NewBatch)
+_MODELS = (
+    NewKey, NewTenant, QuotaFields, NewEndpoint, EndpointChanges, Labels, NewBatch, Requeue,
+)  # fmt: skip
 _BODY_OF = {
     openai.CHAT: "ChatBody",
     openai.COMPLETIONS: "CompletionBody",

@@ -3,9 +3,10 @@
 from typing import Any
 
 from api.document_bodies import BOOLEAN, INTEGER, NUMBER, TEXT, array, ref
+from jobs.attempts import Outcome
 from jobs.batch_record import BatchState
 from jobs.files import PURPOSES
-from jobs.lifecycle import JobState
+from jobs.lifecycle import RETRYABLE, JobState
 from jobs.tenants import QUOTAS
 from jobs.webhooks import EventType
 
@@ -47,6 +48,17 @@ def _deleted(kind: str) -> Schema:
     return _record(id=TEXT, object=_kind(kind), deleted={"const": True})
 
 
+_ATTEMPT = _record(
+    attempt=_COUNT,
+    fence=_COUNT,
+    worker=TEXT,
+    started_at=_TIME,
+    ended_at=_or_null(_TIME),
+    outcome={"enum": [*map(str, Outcome), None]},
+    error=_or_null(TEXT),
+    kept_tokens=_COUNT,
+    wasted_tokens=_COUNT,
+)
 _INTERVAL = _or_null(_record(low=NUMBER, high=NUMBER))
 _ERROR_FIELDS = {
     "message": TEXT,
@@ -136,6 +148,7 @@ _FINDINGS = array(_record(code=TEXT, message=TEXT))
 REPLIES: dict[str, Schema] = {
     "Error": _record(error=_record(**_ERROR_FIELDS)),
     "Job": _record(
+        {"attempts": array(_ATTEMPT)},  # of one asked for by its id
         id=TEXT,
         object=_kind("job"),
         custom_id=_or_null(TEXT),
@@ -145,6 +158,8 @@ REPLIES: dict[str, Schema] = {
         priority=INTEGER,
         attempt=_COUNT,
         max_attempts=_COUNT,
+        retry_on=array({"enum": list(map(str, RETRYABLE))}),
+        not_before=_or_null(_TIME),
         batch_id=_or_null(TEXT),
         metadata=_LABELS,
         created_at=_TIME,
@@ -171,6 +186,23 @@ REPLIES: dict[str, Schema] = {
             total_s=_or_null(NUMBER),
         ),
     ),
+    "DeadJobs": _list(
+        _record(
+            object=_kind("dead_job"),
+            id=TEXT,
+            tenant=TEXT,
+            model=TEXT,
+            custom_id=_or_null(TEXT),
+            error=TEXT,
+            reason=TEXT,
+            attempt=_COUNT,
+            max_attempts=_COUNT,
+            crash_count=_COUNT,
+            created_at=_TIME,
+            failed_at=_TIME,
+        )
+    ),
+    "Requeued": _list(_record(id=TEXT, requeued=BOOLEAN, reason=_or_null(TEXT))),
     "JobOrJobs": {"anyOf": [ref("Job"), _list(ref("Job"))]},
     "JobPage": _page(ref("Job")),
     "ChatCompletion": _record(_CHAT_MORE, **_CHAT),

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from api.fields import checked
+from jobs.lifecycle import RETRYABLE
 from jobs.records import (
     MAX_ATTEMPTS,
     MAX_CUSTOM_ID_BYTES,
@@ -29,6 +30,14 @@ def _bounded(text: str) -> str:
     return text
 
 
+RetryOn = Literal[  # lifecycle.RETRYABLE
+    "engine_crash",
+    "worker_lost",
+    "resource_exhausted",
+    "engine_error",
+    "numerical_error",
+    "compiler_busy",
+]
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 
@@ -47,6 +56,7 @@ class Envelope(BaseModel):
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] | None = None
     max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] | None = None
+    retry_on: Annotated[list[RetryOn], Field(max_length=len(RETRYABLE))] | None = None
     metadata: Metadata = Field(default_factory=dict)
 
 

@@ -9,6 +9,7 @@ from api.door import Door, bound_of
 from api.envelope import Envelope, read_envelope
 from api.errors import BadRequest, BodyTooLarge
 from jobs import openai, strict_json
+from jobs.lifecycle import RETRIED
 from jobs.records import NewJob, new_job_id
 from jobs.settings import Settings
 from jobs.streams import StreamMode
@@ -60,6 +61,7 @@ def job_of(
         body=envelope.body,
         priority=envelope.priority,
         max_attempts=envelope.max_attempts or settings.max_attempts,
+        retry_on=RETRIED if envelope.retry_on is None else envelope.retry_on,
         deadline_s=envelope.deadline_s,
         metadata=envelope.metadata,
         stream=stream,

@@ -6,6 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from jobs import attempts
+from jobs.attempts import AttemptRecord
 from jobs.forecast import Forecast, forecast
 from jobs.lifecycle import JobState
 from jobs.records import JobRecord
@@ -73,6 +75,26 @@ def _joined(record: JobRecord, model: str, seen: Forecast) -> bool:
     return queued and record.created_at >= seen.taken_at
 
 
+def with_attempts(job: dict[str, Any], connection: Connection, *, tenant: str) -> dict[str, Any]:
+    """The job object of one job that was asked for by its id."""
+    tried = attempts.of_job(connection, job["id"], tenant=tenant)
+    return job | {"attempts": [_attempt(each) for each in tried]}
+
+
+def _attempt(record: AttemptRecord) -> dict[str, Any]:
+    return {
+        "attempt": record.attempt,
+        "fence": record.fence,
+        "worker": record.worker_id,
+        "started_at": record.started_at,
+        "ended_at": record.ended_at,
+        "outcome": record.outcome,
+        "error": record.error_code,
+        "kept_tokens": record.kept_tokens,
+        "wasted_tokens": record.wasted_tokens,
+    }
+
+
 def job_object(
     record: JobRecord,
     queue_position: int | None = None,
@@ -94,6 +116,8 @@ def job_object(
         "priority": record.priority,
         "attempt": record.attempt,
         "max_attempts": record.max_attempts,
+        "retry_on": list(record.retry_on),
+        "not_before": record.not_before,
         "batch_id": record.batch_id,
         "metadata": record.metadata,
         "created_at": record.created_at,

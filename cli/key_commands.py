@@ -1,27 +1,14 @@
 """`tokenmill keys` and `tokenmill tenants`: who may use a deployment, straight in its database."""
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 
-from cli.options import environment, settings_of
+from cli.rows import in_database, show, shown_time
 from jobs import keys as key_rows
 from jobs import tenants as tenant_rows
-from jobs.database import Database, trouble
-from jobs.keys import KeyRecord, KeyRefused, Scope
-from jobs.store import WrongSchema, need_schema
-from jobs.tenants import DEFAULT_TENANT, QUOTAS, Quotas, TenantError, TenantRecord
-
-R = TypeVar("R")
+from jobs.keys import KeyRecord, Scope
+from jobs.tenants import DEFAULT_TENANT, QUOTAS, Quotas, TenantRecord
 
 tenant_option = click.option("--tenant", default=DEFAULT_TENANT, show_default=True)
 
@@ -44,7 +31,7 @@ def keys() -> None:
 def create_key(tenant: str, name: str, scopes: tuple[str, ...]) -> None:
     """Make a key and print it on standard output. It cannot be shown again."""
     asked = [Scope(scope) for scope in scopes] or list(key_rows.TENANT_SCOPES)
-    record, key = _run(
+    record, key = in_database(
         lambda connection, now: key_rows.create(connection, tenant, name, asked, now=now)
     )
     scopes_text = ", ".join(record.scopes)
@@ -56,15 +43,15 @@ def create_key(tenant: str, name: str, scopes: tuple[str, ...]) -> None:
 @click.option("--tenant", help="Only this tenant's.")
 def list_keys(tenant: str | None) -> None:
     """Show keys, without their secrets."""
-    records = _run(lambda connection, now: key_rows.list_keys(connection, tenant))
-    _show(("id", "tenant", "name", "scopes", "created", "revoked"), map(_key_row, records))
+    records = in_database(lambda connection, now: key_rows.list_keys(connection, tenant))
+    show(("id", "tenant", "name", "scopes", "created", "revoked"), map(_key_row, records))
 
 
 @keys.command("revoke")
 @click.argument("key_id")
 def revoke_key(key_id: str) -> None:
     """Let a key open nothing any more, within seconds. Jobs it has submitted go on."""
-    record = _run(lambda connection, now: key_rows.revoke(connection, key_id, now=now))
+    record = in_database(lambda connection, now: key_rows.revoke(connection, key_id, now=now))
     click.echo(f"key {record.id} ({record.name}) of tenant {record.tenant_id} is revoked")
 
 
@@ -79,7 +66,7 @@ def tenants() -> None:
 def create_tenant(tenant: str, quotas: tuple[str, ...]) -> None:
     """Make a tenant; without quotas it has no limit."""
     wanted = {name: value for name, value in _quotas(quotas).items() if value is not None}
-    record = _run(
+    record = in_database(
         lambda connection, now: tenant_rows.create(connection, tenant, Quotas(**wanted), now=now)
     )
     click.echo(f"tenant {record.id} created")
@@ -93,15 +80,15 @@ def create_tenant(tenant: str, quotas: tuple[str, ...]) -> None:
 def set_quotas(tenant: str, quotas: tuple[str, ...]) -> None:
     """Change a tenant's quotas."""
     changes = _quotas(quotas)
-    _run(lambda connection, now: tenant_rows.change(connection, tenant, changes))
+    in_database(lambda connection, now: tenant_rows.change(connection, tenant, changes))
     click.echo(f"tenant {tenant} changed")
 
 
 @tenants.command("list")
 def list_tenants() -> None:
     """Show tenants and their quotas."""
-    records = _run(lambda connection, now: tenant_rows.list_tenants(connection))
-    _show(("id", "created", *QUOTAS), map(_tenant_row, records))
+    records = in_database(lambda connection, now: tenant_rows.list_tenants(connection))
+    show(("id", "created", *QUOTAS), map(_tenant_row, records))
 
 
 def _quotas(texts: tuple[str, ...]) -> dict[str, int | None]:
@@ -117,53 +104,17 @@ def _quotas(texts: tuple[str, ...]) -> dict[str, int | None]:
     return quotas
 
 
-def _run(statement: Callable[[Connection, float], R]) -> R:
-    with _database() as database, database.begin() as connection:
-        return statement(connection, database.clock(connection))
-
-
-@contextmanager
-def _database() -> Iterator[Database]:
-    database = Database(settings_of(environment()).database_url, pool_size=1)
-    try:
-        with database.read() as connection:
-            need_schema(connection)
-        yield database
-    except (WrongSchema, TenantError, KeyRefused) as error:
-        raise click.ClickException(str(error)) from None
-    except DBAPIError as error:
-        raise click.ClickException(trouble(error)) from None
-    finally:
-        database.dispose()
-
-
 def _key_row(record: KeyRecord) -> dict[str, Any]:
     return {
         "id": record.id,
         "tenant": record.tenant_id,
         "name": record.name,
         "scopes": ",".join(record.scopes),
-        "created": _time(record.created_at),
-        "revoked": _time(record.revoked_at),
+        "created": shown_time(record.created_at),
+        "revoked": shown_time(record.revoked_at),
     }
 
 
 def _tenant_row(record: TenantRecord) -> dict[str, Any]:
     quotas = {name: getattr(record.quotas, name) for name in QUOTAS}
-    return {"id": record.id, "created": _time(record.created_at), **quotas}
-
-
-def _time(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
-
-
-def _show(columns: tuple[str, ...], rows: Iterator[dict[str, Any]]) -> None:
-    """A table on a terminal; JSON, one object a line, for a program."""
-    if not sys.stdout.isatty():
-        for row in rows:
-            click.echo(json.dumps(row))
-        return
-    table = Table(*columns, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*("–" if row[name] is None else str(row[name]) for name in columns))
-    Console().print(table)
+    return {"id": record.id, "created": shown_time(record.created_at), **quotas}

@@ -24,6 +24,8 @@ COMMANDS = {
     "models": ("cli.model_commands:models", "List and fetch models."),
     "keys": ("cli.key_commands:keys", "Create, list and revoke API keys."),
     "tenants": ("cli.key_commands:tenants", "Create and list tenants, set their quotas."),
+    "dead": ("cli.dead_commands:dead", "Show jobs that have failed, and why."),
+    "requeue": ("cli.dead_commands:requeue", "Queue failed jobs again."),
     "doctor": ("cli.doctor:doctor", "Say what is missing or unsafe, and how to mend it."),
     "api": ("cli.processes:api", "Run the HTTP API."),
     "worker": ("cli.processes:worker", "Run a worker: one engine for one model."),

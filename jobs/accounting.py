@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, update
 
+from jobs import attempts
+from jobs.attempts import Count
 from jobs.models import jobs
 from jobs.rows import given
 
@@ -20,6 +22,7 @@ class Wasted:
     job_id: str
     tokens: int
     first_token_at: float | None = None  # by the database's clock; None: not known
+    fence: int = 0  # of the attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +53,19 @@ def account_wasted(connection: Connection, wasted: Sequence[Wasted]) -> None:
         {"id": str, "tokens": int, "first_token_at": float},
         [(each.job_id, each.tokens, each.first_token_at) for each in totals.values()],
     )
-    connection.execute(
+    known = connection.scalars(
         update(jobs)
         .where(jobs.c.id == rows["id"])
         .values(
             wasted_tokens=jobs.c.wasted_tokens + rows["tokens"],
             first_token_at=func.coalesce(jobs.c.first_token_at, rows["first_token_at"]),
-        ),
+        )
+        .returning(jobs.c.id),
         rows.parameters,
-    )
+    ).all()
+    attempts.add_wasted(connection, [(each.job_id, each.fence, each.tokens) for each in wasted])
+    tokens = sum(totals[job_id].tokens for job_id in known)
+    attempts.count(connection, {(Count.WASTED_TOKENS, ""): tokens})
 
 
 def count_prompts(connection: Connection, counted: Sequence[Counted]) -> None:

@@ -29,11 +29,13 @@ from sqlalchemy import (
     update,
 )
 
-from jobs import webhooks
+from jobs import attempts, webhooks
+from jobs.attempts import Outcome
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.lifecycle import TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import LOST, QUEUED, RUNNING, batches, jobs
 from jobs.records import JobRecord
+from jobs.retries import TAKEN, taken
 from jobs.rows import decode, encode, picked
 
 PRIORITY = -5  # of rows, unless asked for another: what somebody waits for goes first
@@ -285,8 +287,9 @@ def end_rows(connection: Connection, batch: BatchRecord, *, now: float) -> tuple
     found = connection.execute(open_rows).all()
     running = [row.id for row in found if row.worker_id is not None]
     ids = [row.id for row in found]
+    outcome = Outcome.CANCELLED if state == JobState.CANCELLED else Outcome.EXPIRED
     for start in range(0, len(ids), 500):
-        connection.execute(
+        ended = connection.execute(
             update(jobs)
             .where(jobs.c.id.in_(ids[start : start + 500]), jobs.c.tenant_id == batch.tenant_id)
             .values(
@@ -297,7 +300,9 @@ def end_rows(connection: Connection, batch: BatchRecord, *, now: float) -> tuple
                 **ended_as(state),
                 **LOST,
             )
+            .returning(*TAKEN)
         )
+        attempts.close(connection, [taken(row, outcome) for row in ended.all()], now=now)
     return len(ids), running
 
 

@@ -6,7 +6,6 @@ to a few hundred jobs in one statement. What a statement does not return was no 
 UnknownWorker
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,27 +14,21 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
-    Table,
     case,
     exists,
     func,
-    literal,
-    null,
     or_,
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError
 
-from jobs.database import transient
-from jobs.lifecycle import NEXT, ErrorCode, JobState, error_object
+from jobs import attempts
+from jobs.attempts import Begun, Outcome
+from jobs.lifecycle import ErrorCode, JobState
 from jobs.models import QUEUED, RUNNING, jobs, workers
-from jobs.records import NewJob, WorkerInfo
-from jobs.rows import Given, decode, encode, given, picked
-from jobs.tenants import DEFAULT_TENANT
-
-logger = logging.getLogger(__name__)
+from jobs.records import WorkerInfo
+from jobs.retries import TAKEN, Backoff, after_crash, after_failure, due, taken
+from jobs.rows import Given, decode, encode, given, insert_into, picked
 
 Checkpoint = list[list[int]]  # generated token ids of each sample
 
@@ -73,6 +66,12 @@ class ClaimedJob:
     prompt_tokens: int  # 0: it came whole in a message, nobody has counted them
     tenant_id: str
     stream: str | None = None  # a StreamMode
+    max_attempts: int = 1
+    retry_on: str = ""  # error codes, separated by spaces
+
+    def may_retry(self, code: ErrorCode) -> bool:
+        """Whether another attempt follows one that fails like this."""
+        return self.attempt < self.max_attempts and code in self.retry_on.split()
 
 
 _CLAIMED = tuple(jobs.c[each.name] for each in fields(ClaimedJob))
@@ -101,7 +100,7 @@ def register_worker(
     values = {name: getattr(info, name) for name in WorkerInfo.__dataclass_fields__}
     values |= {"started_at": now, "seen_at": now, "lease_until": now + lease_s, "stats": "{}"}
     connection.execute(
-        _insert(connection, workers)
+        insert_into(connection, workers)
         .values(values)
         .on_conflict_do_update(
             index_elements=[workers.c.id], set_={"seen_at": now, "lease_until": now + lease_s}
@@ -123,7 +122,8 @@ def claim(
 ) -> list[ClaimedJob]:
     """Take those that are queued: running, attempt + 1, fence + 1. In no particular order.
 
-    A job not returned has ended, is another's, or is past its deadline: its message is dropped.
+    A job not returned has ended, is another's, is past its deadline or waits to be tried again: its
+    message is dropped.
     """
     if not ids:
         return []
@@ -135,6 +135,7 @@ def claim(
             jobs.c.id.in_(dict.fromkeys(ids)),
             QUEUED,
             or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > now),
+            due(now),
         )
         .with_for_update(skip_locked=True)
     )
@@ -147,10 +148,23 @@ def claim(
             fence=jobs.c.fence + 1,
             worker_id=worker_id,
             started_at=now,
+            not_before=None,
         )
         .returning(*_CLAIMED)
     )
-    return [_claimed(row) for row in rows]
+    claimed = [_claimed(row) for row in rows]
+    begun = [
+        Begun(
+            job_id=job.id,
+            fence=job.fence,
+            tenant_id=job.tenant_id,
+            attempt=job.attempt,
+            resumed_tokens=num_tokens(job.checkpoint or []),
+        )
+        for job in claimed
+    ]
+    attempts.begin(connection, begun, worker_id=worker_id, now=now)
+    return claimed
 
 
 def lease_stands(connection: Connection, worker_id: str, *, now: float) -> bool:
@@ -174,30 +188,6 @@ def claimed_by(connection: Connection, ids: Sequence[str], *, worker_id: str) ->
     return [_claimed(row) for row in connection.execute(query)] if ids else []
 
 
-def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float) -> None:
-    """Insert those not known yet: jobs that came whole in a message, which may come twice.
-
-    Who can write to the broker is trusted, and says nothing of tenants: they are the default one's.
-    One the database refuses is logged and left out.
-    """
-    if not new_jobs:
-        return
-    try:
-        rows = [job.accepted(DEFAULT_TENANT, now).row() for job in new_jobs]
-        with connection.begin_nested():
-            connection.execute(_insert(connection, jobs).on_conflict_do_nothing(), rows)
-    except (DBAPIError, ValueError, OverflowError) as error:
-        if transient(error):
-            raise
-        if len(new_jobs) > 1:
-            for job in new_jobs:
-                insert_new(connection, [job], now=now)
-        else:
-            logger.error(
-                "job %s refused by the database: error=%s", new_jobs[0].id, error_kind(error)
-            )
-
-
 def release(
     connection: Connection,
     held: Sequence[Held],
@@ -208,15 +198,17 @@ def release(
     checkpoints: Mapping[Held, Checkpoint] | None = None,
     first_tokens: Mapping[Held, float] | None = None,  # when each attempt's came
     pieces: Mapping[Held, str] | None = None,  # what the checkpoints' newest tokens say
+    failures: Mapping[Held, ErrorCode] | None = None,  # given, each has failed and may_retry
+    backoff: Backoff = Backoff(),  # noqa: B008 (frozen)
 ) -> dict[Held, JobState]:
     """Hand back what is still held: queued again, fence + 1, to be published anew.
 
     The next attempt goes on from its checkpoint, the one given here or that of the last beat.
 
     A hand-back in good order gives the attempt back too: a deployment that restarts often must not
-    use up its jobs' attempts. With `crashed`, the engine process died with these jobs: at
-    `max_crashes` a job fails as poisoned, at its last attempt as max_attempts. Returns the state
-    each released job is in now.
+    use up its jobs' attempts. With `failures` they have failed and wait for the next, by `backoff`.
+    With `crashed`, the engine process died with these jobs: at `max_crashes` a job fails as
+    poisoned, at its last attempt as max_attempts. Returns the state each released job is in now.
     """
     if not held:
         return {}
@@ -227,27 +219,26 @@ def release(
         "worker_id": None,
         "published_at": None,
     }
-    if crashed:
-        poisoned = jobs.c.crash_count + 1 >= max_crashes
-        spent = jobs.c.attempt >= jobs.c.max_attempts
-        values |= {
-            "crash_count": jobs.c.crash_count + 1,
-            **ending(
-                (poisoned, ErrorCode.POISONED, "the engine process died with this job too often"),
-                (spent, ErrorCode.MAX_ATTEMPTS, "the last attempt ended with the engine process"),
-                now=now,
-            ),
-        }
+    outcome = Outcome.HANDED_BACK
+    if failures is not None:
+        outcome = Outcome.FAILED
+        values |= after_failure(backoff, now)
+    elif crashed:
+        outcome = Outcome.SUSPECT
+        values |= after_crash(backoff, now, max_crashes=max_crashes)
     else:
         values |= {"attempt": jobs.c.attempt - 1, "state": JobState.QUEUED, "started_at": None}
     released = connection.execute(
         update(jobs)
         .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
         .values(values)
-        .returning(jobs.c.id, jobs.c.fence, jobs.c.state),
+        .returning(*TAKEN),
         rows.parameters,
-    )
-    return {Held(id_, fence - 1): JobState(state) for id_, fence, state in released}
+    ).all()
+    codes = failures or {}
+    closed = [taken(row, outcome, codes.get(Held(row.id, row.fence - 1))) for row in released]
+    attempts.close(connection, closed, now=now)
+    return {Held(row.id, row.fence - 1): JobState(row.state) for row in released}
 
 
 def beat(
@@ -309,26 +300,6 @@ def marked_window(connection: Connection, worker_id: str) -> int | None:
     return connection.scalar(query)
 
 
-def ending(*endings: tuple[Any, ErrorCode, str], now: float) -> dict[str, Any]:
-    """Columns of a running job that fails on the first condition that holds, else is queued."""
-    assert NEXT[JobState.RUNNING] >= {JobState.FAILED, JobState.QUEUED}
-    fails = or_(*(condition for condition, _, _ in endings))
-    errors = [
-        (condition, literal(encode(error_object(code, message))))
-        for condition, code, message in endings
-    ]
-    return {
-        "state": case((fails, JobState.FAILED), else_=JobState.QUEUED),
-        "error": case(*errors, else_=null()),
-        "started_at": case((fails, jobs.c.started_at), else_=null()),
-        "finished_at": case((fails, now), else_=null()),
-        "finish_reason": case((fails, "error"), else_=null()),
-        "checkpoint": case((fails, null()), else_=jobs.c.checkpoint),
-        "checkpoint_tokens": case((fails, 0), else_=jobs.c.checkpoint_tokens),
-        "wasted_tokens": jobs.c.wasted_tokens + case((fails, jobs.c.checkpoint_tokens), else_=0),
-    }
-
-
 def _claimed(row: Row[Any]) -> ClaimedJob:
     values = dict(row._mapping)
     return ClaimedJob(**{**values, "body": decode(row.body), "checkpoint": decode(row.checkpoint)})
@@ -384,13 +355,3 @@ def with_pieces(more: ColumnElement[str]) -> ColumnElement[str | None]:
 
 def held_rows(connection: Connection, held: Sequence[Held]) -> Given:
     return given(connection, {"id": str, "fence": int}, [(each.id, each.fence) for each in held])
-
-
-def _insert(connection: Connection, table: Table) -> Any:
-    """An INSERT with ON CONFLICT in it, in the dialect of the connection."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
-
-
-def error_kind(error: Exception) -> str:
-    """The kind of an error, without the values it quotes: those may be a prompt or an output."""
-    return type(error.orig if isinstance(error, DBAPIError) and error.orig else error).__name__

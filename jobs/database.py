@@ -191,6 +191,11 @@ def trouble(error: BaseException) -> str:
     return "the database does not answer"
 
 
+def error_kind(error: Exception) -> str:
+    """The kind of an error, without the values it quotes: those may be a prompt or an output."""
+    return type(error.orig if isinstance(error, DBAPIError) and error.orig else error).__name__
+
+
 # a half-open connection is noticed in about 15 s; a frozen process loses its locks after 30 s, else
 # SKIP LOCKED would pass over its rows for ever
 _POSTGRES_CONNECT: dict[str, Any] = {

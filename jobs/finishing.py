@@ -12,11 +12,14 @@ from typing import Any
 from sqlalchemy import Connection, Update, case, func, select, update
 from sqlalchemy.exc import DBAPIError
 
-from jobs.claims import Held, error_kind, held_rows, with_pieces
-from jobs.database import transient
+from jobs import attempts
+from jobs.attempts import Closed, Outcome
+from jobs.claims import Held, held_rows, with_pieces
+from jobs.database import error_kind, transient
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import LOST, RUNNING, jobs
 from jobs.records import storable
+from jobs.retries import TAKEN, taken
 from jobs.rows import encode, given
 
 logger = logging.getLogger(__name__)
@@ -98,7 +101,9 @@ def cancelling(now: float) -> Update:
 def revoke(connection: Connection, job_id: str, *, now: float) -> bool:
     """Cancel what a Celery client revokes, whoever's it is. Whether it has ended, now or before."""
     where = jobs.c.id == job_id
-    if connection.execute(cancelling(now).where(where)).rowcount:
+    row = connection.execute(cancelling(now).where(where).returning(*TAKEN)).one_or_none()
+    if row is not None:
+        attempts.close(connection, [taken(row, Outcome.CANCELLED)], now=now)
         return True
     state = connection.scalar(select(jobs.c.state).where(where))
     return state is not None and JobState(state) in TERMINAL
@@ -169,7 +174,21 @@ def _finish(connection: Connection, results: Sequence[JobResult], now: float) ->
         .returning(jobs.c.id, jobs.c.fence),
         rows.parameters,
     )
-    return {Held(*row) for row in accepted}
+    ended = {Held(*row) for row in accepted}
+    closed = [_closed(each) for each in results if Held(each.id, each.fence) in ended]
+    attempts.close(connection, closed, now=now)
+    return ended
+
+
+def _closed(result: JobResult) -> Closed:
+    return Closed(
+        job_id=result.id,
+        fence=result.fence,
+        outcome=Outcome(result.state),
+        error_code=None if result.error is None else str(result.error.get("code")),
+        kept_tokens=result.completion_tokens,
+        wasted_tokens=result.wasted_tokens,
+    )
 
 
 def _values(result: JobResult) -> tuple[Any, ...]:

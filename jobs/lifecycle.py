@@ -32,13 +32,28 @@ class ErrorCode(StrEnum):
     EXCEEDS_CAPACITY = "exceeds_capacity"  # can never fit this engine's KV pool
     COMPILER_BUSY = "compiler_busy"  # no time for its form now: the same job may succeed later
     NUMERICAL_ERROR = "numerical_error"  # NaN or infinity in this row's logits
+    RESOURCE_EXHAUSTED = "resource_exhausted"  # no device memory for a step of it alone
     ENGINE_ERROR = "engine_error"
+    ENGINE_CRASH = "engine_crash"  # the engine process died with it
+    WORKER_LOST = "worker_lost"  # its worker's lease ran out
     POISONED = "poisoned"  # the engine process died with it too often
     MAX_ATTEMPTS = "max_attempts"
     TIME_LIMIT = "time_limit"  # Celery's soft or hard limit
     DEADLINE_EXCEEDED = "deadline_exceeded"
     UNSTORABLE = "unstorable"  # the database refused the result
 
+
+# what another attempt may bring to a good end, and so what a job's `retry_on` may name
+RETRYABLE = (
+    ErrorCode.ENGINE_CRASH,
+    ErrorCode.WORKER_LOST,
+    ErrorCode.RESOURCE_EXHAUSTED,
+    ErrorCode.ENGINE_ERROR,
+    ErrorCode.NUMERICAL_ERROR,
+    ErrorCode.COMPILER_BUSY,
+)
+# the others are as good as certain to come again: trying them anyway is for the client to ask
+RETRIED = (ErrorCode.ENGINE_CRASH, ErrorCode.WORKER_LOST)
 
 _CLIENTS_FAULT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.EXCEEDS_CAPACITY})
 

@@ -2,13 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from sqlalchemy import Row
 
-from jobs.lifecycle import TERMINAL, JobState
+from jobs.lifecycle import RETRIED, RETRYABLE, TERMINAL, JobState
 from jobs.rows import decode, encode
 from jobs.streams import StreamMode
 
@@ -51,6 +51,7 @@ class NewJob:
     custom_id: str | None = None
     priority: int = 0
     max_attempts: int = 5
+    retry_on: Sequence[str] = RETRIED  # of RETRYABLE: after which failures it is tried again
     deadline_s: float | None = None  # from now
     metadata: Mapping[str, str] = field(default_factory=dict)
     batch_id: str | None = None
@@ -72,6 +73,10 @@ class NewJob:
             raise JobError("custom_id", f"must have 1 to {MAX_CUSTOM_ID_BYTES} bytes")
         _check_range("priority", self.priority, MIN_PRIORITY, MAX_PRIORITY)
         _check_range("max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
+        for code in self.retry_on:
+            if code not in RETRYABLE:
+                known = ", ".join(RETRYABLE)
+                raise JobError("retry_on", f"must be among {known}, got {code[:64]!r}")
         if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
             raise JobError(
                 "deadline_s", f"must be in (0, {MAX_DEADLINE_S}] seconds, got {self.deadline_s:g}"
@@ -102,6 +107,7 @@ class NewJob:
             priority=self.priority,
             deadline_at=None if self.deadline_s is None else now + self.deadline_s,
             max_attempts=self.max_attempts,
+            retry_on=tuple(str(code) for code in RETRYABLE if code in self.retry_on),
             metadata=dict(self.metadata),
             stream=self.stream,
             state=JobState.QUEUED,
@@ -131,6 +137,7 @@ class JobRecord:
     priority: int
     deadline_at: float | None
     max_attempts: int
+    retry_on: tuple[str, ...] = tuple(map(str, RETRIED))  # codes of errors
     metadata: dict[str, str]
     stream: str | None = None  # a StreamMode
     state: JobState
@@ -140,6 +147,7 @@ class JobRecord:
     worker_id: str | None = None
     created_at: float
     published_at: float | None = None
+    not_before: float | None = None  # queued, it waits until then
     started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -163,6 +171,7 @@ class JobRecord:
         """From the columns as the database has them."""
         for name in _JSON:
             values[name] = decode(values[name])
+        values["retry_on"] = tuple(values["retry_on"].split())
         return cls(**{**values, "state": JobState(values["state"])})
 
     def row(self) -> dict[str, Any]:
@@ -170,7 +179,7 @@ class JobRecord:
         values = {name: getattr(self, name) for name in RECORD_COLUMNS}
         for name in _JSON:
             values[name] = None if values[name] is None else encode(values[name])
-        return {**values, "state": str(self.state)}
+        return {**values, "state": str(self.state), "retry_on": " ".join(self.retry_on)}
 
     @property
     def ended(self) -> bool:

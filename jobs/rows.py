@@ -15,6 +15,7 @@ from sqlalchemy import (
     Connection,
     Double,
     Select,
+    Table,
     Text,
     bindparam,
     column,
@@ -22,6 +23,7 @@ from sqlalchemy import (
     literal_column,
     select,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.types import TypeEngine
 
@@ -71,6 +73,11 @@ def given(
         .prefix_with("MATERIALIZED")
     )
     return Given({name: extracted.c[name] for name in columns}, {"given": json.dumps(rows)})
+
+
+def insert_into(connection: Connection, table: Table) -> Any:
+    """An INSERT that may have ON CONFLICT in it, in the dialect of the connection."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def picked(candidates: Select[str]) -> Select[str]:

@@ -1,5 +1,8 @@
 """SQL is the backlog, Redis a short runway: ids of the best queued jobs, a bounded number a model.
 
+Which are best, `jobs.order` says; on the runway ids keep that order, so that a job waits there for
+no more than its bound of others.
+
 A message is a job's id and nothing else. Publishing marks the row first: a message that is lost
 afterwards leaves a row marked but queued, found by `sweep.republish`. Two processes that refill at
 once put up to twice the bound on the runway; a message too many is dropped at its claim.
@@ -9,6 +12,7 @@ RunwayDown
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -41,6 +45,7 @@ class Runway:
         self._redis = connect(settings.redis_url)
         self._lock = threading.Lock()  # one refill at a time: two would both see the same room
         self._connection: Any = None  # kombu's, made when first needed
+        self._num_taken: Counter[str] = Counter()  # of each model, for its turns in the order
 
     def lengths(self) -> dict[str, int]:
         """Messages waiting for each model, of every Redis priority. Raises RunwayDown."""
@@ -63,6 +68,7 @@ class Runway:
             for model, length in self.lengths().items():
                 if room := max(0, self._settings.runway - length):
                     ids = self._take(database, model, room, length)
+                    self._num_taken[model] += len(ids)
                     self._publish(model, ids)
                     num_published += len(ids)
             return num_published
@@ -93,7 +99,10 @@ class Runway:
             )
             if ids:
                 logger.warning("model %s had messages lost: republished=%d", model, len(ids))
-            return ids + sweep.publishable(connection, model, limit=room - len(ids), now=now)
+            before = self._num_taken[model]
+            return ids + sweep.publishable(
+                connection, model, limit=room - len(ids), now=now, num_before=before
+            )
 
     def _publish(self, model: str, ids: Sequence[str]) -> None:
         if not ids:

@@ -157,8 +157,9 @@ class Settings:
         "5 seconds, the shorter.", unit="seconds", low=0.05, high=1200,
     )  # fmt: skip
     stall_s: float = _setting(
-        60.0, "An engine with work and no finished step for this long is replaced, the one reason "
-        "not to beat; it may be longer than the lease, and must be longer than the longest step.",
+        60.0, "An engine with work and no finished step for this long, or ten times the median of "
+        "its last steps if that is longer, is replaced, the one reason not to beat; it may be "
+        "longer than the lease, and must be longer than the longest step of a fresh engine.",
         unit="seconds", low=1, high=86_400,
     )  # fmt: skip
     ledger_window_ms: int = _setting(
@@ -185,6 +186,11 @@ class Settings:
     max_crashes: int = _setting(
         3, "Engine crashes with one job before it is failed as poisoned.", low=1, high=100
     )
+    retry_base_s: float = _setting(
+        1.0, "Wait of a job that failed and is tried again; each further failure waits four times "
+        "as long, less up to half of it by chance.", unit="seconds", low=0, high=3600,
+    )  # fmt: skip
+    retry_most_s: float = _setting(60.0, "Longest such wait.", unit="seconds", low=0, high=86_400)
     openapi: bool = _setting(False, "Serve the API's OpenAPI document, at /openapi.json.")
     max_body_bytes: int = _setting(
         4 << 20, "Largest HTTP body accepted.", unit="bytes", low=1 << 10, high=1 << 30

@@ -10,6 +10,7 @@ StoreError
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -24,9 +25,11 @@ from sqlalchemy import (
     tuple_,
 )
 from sqlalchemy import delete as delete_from
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError
 
-from jobs import finishing, quotas
+from jobs import attempts, finishing, quotas
+from jobs.attempts import Outcome
+from jobs.database import error_kind, transient
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import Base, idempotency_keys, jobs, workers
 from jobs.records import (
@@ -37,14 +40,19 @@ from jobs.records import (
     WorkerRecord,
     new_job_id,
 )
-from jobs.rows import decode, encode
+from jobs.retries import taken
+from jobs.rows import decode, encode, insert_into
 from jobs.streams import Run, from_lines
+from jobs.tenants import DEFAULT_TENANT
 
 __all__ = [
     "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "UnknownCursor",
     "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "delete", "ended", "get",
-    "list_jobs", "live_workers", "need_schema", "new_job_id", "streamed", "submit", "unknown",
+    "insert_new", "list_jobs", "live_workers", "need_schema", "new_job_id",
+    "streamed", "submit", "unknown",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 500  # ids in one IN list: below every database's limit on variables
 _RECORD = tuple(jobs.c[name] for name in RECORD_COLUMNS)
@@ -116,6 +124,30 @@ def submit(
     if records:
         connection.execute(insert(jobs), [record.row() for record in records])
     return Submitted(records, replayed=False)
+
+
+def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float) -> None:
+    """Insert those not known yet: jobs that came whole in a message, which may come twice.
+
+    Who can write to the broker is trusted, and says nothing of tenants: they are the default one's.
+    One the database refuses is logged and left out.
+    """
+    if not new_jobs:
+        return
+    try:
+        rows = [job.accepted(DEFAULT_TENANT, now).row() for job in new_jobs]
+        with connection.begin_nested():
+            connection.execute(insert_into(connection, jobs).on_conflict_do_nothing(), rows)
+    except (DBAPIError, ValueError, OverflowError) as error:
+        if transient(error):
+            raise
+        if len(new_jobs) > 1:
+            for job in new_jobs:
+                insert_new(connection, [job], now=now)
+        else:
+            logger.error(
+                "job %s refused by the database: error=%s", new_jobs[0].id, error_kind(error)
+            )
 
 
 def need_schema(connection: Connection) -> None:
@@ -223,9 +255,14 @@ def cancel(connection: Connection, job_id: str, *, tenant: str, now: float) -> J
     row = connection.execute(
         finishing.cancelling(now)
         .where(jobs.c.id == job_id, jobs.c.tenant_id == tenant)
-        .returning(*_RECORD)
+        .returning(*_RECORD, jobs.c.checkpoint_tokens)
     ).one_or_none()
-    return get(connection, job_id, tenant=tenant) if row is None else JobRecord.of(row)
+    if row is None:
+        return get(connection, job_id, tenant=tenant)
+    attempts.close(connection, [taken(row, Outcome.CANCELLED)], now=now)
+    values = dict(row._mapping)
+    del values["checkpoint_tokens"]
+    return JobRecord.from_values(values)
 
 
 def counts(connection: Connection) -> dict[tuple[str, JobState], int]:
@@ -257,8 +294,7 @@ def take_key(
 
     Raises IdempotencyConflict.
     """
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(idempotency_keys).values(
+    statement = insert_into(connection, idempotency_keys).values(
         tenant_id=tenant,
         key=key,
         body_sha256=body_sha256,

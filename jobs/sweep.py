@@ -14,15 +14,15 @@ from sqlalchemy import (
     exists,
     func,
     literal,
-    or_,
     select,
     update,
 )
 
-from jobs import batches, quotas
-from jobs.claims import ending
+from jobs import attempts, order
+from jobs.attempts import Outcome
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from jobs.models import LOST, QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
+from jobs.retries import TAKEN, after_lapse, taken
 from jobs.rows import encode, picked
 
 ROUND = 1000  # most rows one call touches: transactions stay short, the next call goes on
@@ -41,7 +41,6 @@ class Reaped:
 def reap(connection: Connection, now: float) -> list[Reaped]:
     """Take jobs from workers silent or unknown: queued again, or failed at their last attempt."""
     alive = exists().where(workers.c.id == jobs.c.worker_id, workers.c.lease_until > now)
-    spent = jobs.c.attempt >= jobs.c.max_attempts
     rows = connection.execute(
         update(jobs)
         .where(jobs.c.id.in_(_free(select(jobs.c.id).where(RUNNING, ~alive))), RUNNING)
@@ -49,13 +48,12 @@ def reap(connection: Connection, now: float) -> list[Reaped]:
             fence=jobs.c.fence + 1,
             worker_id=None,
             published_at=None,
-            **ending(
-                (spent, ErrorCode.MAX_ATTEMPTS, "the last attempt ended with its worker"), now=now
-            ),
+            **after_lapse(now),
         )
-        .returning(jobs.c.id, jobs.c.model, jobs.c.state)
-    )
-    return [Reaped(id_, model, JobState(state)) for id_, model, state in rows]
+        .returning(*TAKEN)
+    ).all()
+    attempts.close(connection, [taken(row, Outcome.LAPSED) for row in rows], now=now)
+    return [Reaped(row.id, row.model, JobState(row.state)) for row in rows]
 
 
 def expire(connection: Connection, now: float) -> list[str]:
@@ -64,31 +62,36 @@ def expire(connection: Connection, now: float) -> list[str]:
     error = error_object(
         ErrorCode.DEADLINE_EXCEEDED, "the deadline passed before the job was started"
     )
-    return list(
-        connection.scalars(
-            update(jobs)
-            .where(jobs.c.id.in_(_free(late)), QUEUED)
-            .values(
-                state=JobState.EXPIRED,
-                fence=jobs.c.fence + 1,
-                finished_at=now,
-                finish_reason="deadline",
-                error=encode(error),
-                **LOST,
-            )
-            .returning(jobs.c.id)
+    rows = connection.execute(
+        update(jobs)
+        .where(jobs.c.id.in_(_free(late)), QUEUED)
+        .values(
+            state=JobState.EXPIRED,
+            fence=jobs.c.fence + 1,
+            finished_at=now,
+            finish_reason="deadline",
+            error=encode(error),
+            **LOST,
         )
-    )
+        .returning(*TAKEN)
+    ).all()
+    attempts.close(connection, [taken(row, Outcome.EXPIRED) for row in rows], now=now)
+    return [row.id for row in rows]
 
 
-def publishable(connection: Connection, model: str, *, limit: int, now: float) -> list[str]:
-    """The best jobs not on the runway yet, best first, marked as published by this statement."""
-    waiting = select(jobs.c.id).where(jobs.c.model == model, QUEUED, jobs.c.published_at.is_(None))
-    if resting := quotas.at_running_limit(connection):
-        waiting = waiting.where(jobs.c.tenant_id.not_in(resting))
-    if paused := batches.paused(connection):
-        waiting = waiting.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(paused)))
-    return _publish(connection, waiting, limit=limit, now=now)
+def publishable(
+    connection: Connection, model: str, *, limit: int, now: float, num_before: int = 0
+) -> list[str]:
+    """The next jobs not on the runway yet, in order, marked as published by this statement.
+
+    `num_before`: how many the caller has taken before, see `jobs.order`.
+    """
+    if limit <= 0:
+        return []
+    ids = order.best(connection, model, limit=limit, now=now, num_before=num_before)
+    chosen = select(jobs.c.id).where(jobs.c.id.in_(ids), jobs.c.published_at.is_(None))
+    marked = set(_publish(connection, chosen, limit=limit, now=now)) if ids else set()
+    return [job_id for job_id in ids if job_id in marked]
 
 
 def republish(
@@ -122,7 +125,7 @@ def republish(
 
 
 def purge(connection: Connection, *, now: float, idempotency_ttl_s: float) -> None:
-    """Forget old idempotency keys, and workers long gone that hold nothing."""
+    """Forget old idempotency keys and workers long gone that hold nothing; add up tallies."""
     connection.execute(
         delete(idempotency_keys).where(idempotency_keys.c.created_at <= now - idempotency_ttl_s)
     )
@@ -130,6 +133,7 @@ def purge(connection: Connection, *, now: float, idempotency_ttl_s: float) -> No
     connection.execute(
         delete(workers).where(workers.c.lease_until <= now - FORGET_WORKER_S, ~holds)
     )
+    attempts.purge(connection, now)
 
 
 def _publish(

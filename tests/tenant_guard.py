@@ -23,12 +23,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("api", "cli", "jobs", "worker")
 OWNED = {table for table in Base.metadata.sorted_tables if "tenant_id" in table.c}
 # tables of the deployment itself: what is in them belongs to no tenant
-UNOWNED = {"workers", "tenants"}
+UNOWNED = {"workers", "tenants", "engine_deaths", "tallies"}
 
 # module.function: why it sees every tenant
 ALL_TENANTS = {
     "jobs.accounting.account_wasted": "a worker's, by the id of a job it had",
     "jobs.accounting.count_prompts": "a worker's, by the id of a job it has",
+    "jobs.attempts.add_wasted": "a worker's, of attempts it had",
+    "jobs.attempts.close": "whoever's the jobs are that have just been ended, under their fences",
     "jobs.batches.let_go": "a keeper's, by its own name",
     "jobs.batches.paused": "the sweeper's",
     "jobs.batches.take_open": "a keeper's: the sweeper's",
@@ -40,6 +42,9 @@ ALL_TENANTS = {
     "jobs.claims._save": "a worker's, under its fences",
     "jobs.files.expire": "the sweeper's",
     "jobs.files.known": "the sweeper's",
+    "jobs.dead.list_dead": "the operator's",
+    "jobs.dead.requeue": "the operator's",
+    "jobs.dead._requeue": "the operator's",
     "jobs.finishing.ended_under": "a worker's, under its fences",
     "jobs.finishing._finish": "a worker's, under its fences",
     "jobs.finishing.revoke": "what Celery revokes; whoever reaches the broker is trusted",
@@ -51,6 +56,9 @@ ALL_TENANTS = {
     "jobs.keys.list_keys": "the operator's",
     "jobs.keys.revoke": "the operator's",
     "jobs.lately._ended": "metrics",
+    "jobs.order._ahead": "the sweeper's",
+    "jobs.order._oldest": "the sweeper's",
+    "jobs.order._tenants": "the sweeper's: whose turn it may be",
     "jobs.quotas.held_back": "a worker's: ids come from the runway",
     "jobs.store.counts": "metrics",
     "jobs.store.ended": "which jobs have ended, of ids whose waiters have been let in",

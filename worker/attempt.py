@@ -17,8 +17,9 @@ def key_of(held: Held) -> str:
     return f"{held.id}:{held.fence}"
 
 
-def job_id_of(key: str) -> str:
-    return key.rpartition(":")[0]
+def held_of(key: str) -> Held:
+    job_id, _, fence = key.rpartition(":")
+    return Held(job_id, int(fence))
 
 
 class Phase(Enum):

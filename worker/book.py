@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jobs.claims import Checkpoint, Held
-from jobs.lifecycle import JobState
+from jobs.lifecycle import ErrorCode, JobState
 from worker.admission import UNKNOWN_LOAD, EngineRoom, LengthGuess, free_places, may_join
 from worker.attempt import Attempt, Holding, Phase
 from worker.delivery import Delivery, Ending
@@ -48,6 +48,7 @@ class Book:
         self.room: EngineRoom | None = None  # None: there is no engine to run anything
         self.guess = LengthGuess()
         self.draining = False
+        self.shut = False  # the lease has lapsed
         self._blocked = False  # a suspect waits for the engine to empty
 
     # -- what stands in it
@@ -63,7 +64,7 @@ class Book:
     def places(self) -> int:
         """How many more messages may be taken from Redis now."""
         with self.lock:
-            if self.room is None or self.draining or self._blocked:
+            if self.room is None or self.draining or self.shut or self._blocked:
                 return 0
             loads = [
                 UNKNOWN_LOAD if attempt is None else attempt.load
@@ -147,6 +148,13 @@ class Book:
 
     def finish(self, attempt: Attempt, outcome: Outcome) -> None:
         """Its end is decided and goes into SQL; tokens without a success are waste."""
+        if outcome.code is not None and attempt.job.may_retry(outcome.code):
+            logger.info(
+                "job %s attempt %d failed, to be tried again: reason=%s",
+                *(attempt.job.id, attempt.job.attempt, outcome.code),
+            )
+            self.hand_back(attempt, failed=outcome.code)
+            return
         with self.lock:
             attempt.phase = Phase.ENDING
         wasted_tokens = attempt.num_left
@@ -187,11 +195,13 @@ class Book:
         ending = Ending.SUCCEEDED if succeeded else Ending.FAILED
         self.end(attempt.delivery, ending, f"{outcome.code}: {outcome.message}")
 
-    def hand_back(self, attempt: Attempt, *, crashed: bool = False) -> None:
+    def hand_back(
+        self, attempt: Attempt, *, crashed: bool = False, failed: ErrorCode | None = None
+    ) -> None:
         """Ours no more: another attempt goes on from the tokens it has."""
         with self.lock:
             del self.attempts[attempt.key]
-            if not crashed:
+            if not crashed and failed is None:
                 self.abort(attempt)
         self._post(
             HandBack(
@@ -201,6 +211,7 @@ class Book:
                 pieces=None if (pieces := attempt.unstored_pieces) is None else pieces.lines,
                 first_token_at=attempt.first_token_at,
                 crashed=crashed,
+                failed=failed,
                 answer=lambda: self.end(attempt.delivery, Ending.HANDED_BACK),
             )
         )
@@ -215,7 +226,7 @@ class Book:
     def _waste(self, attempt: Attempt) -> None:
         if tokens := attempt.num_unstored:
             self._post(
-                Waste(job_id=attempt.job.id, tokens=tokens, first_token_at=attempt.first_token_at)
+                Waste(held=attempt.held, tokens=tokens, first_token_at=attempt.first_token_at)
             )
 
     def end(self, delivery: Delivery, ending: Ending, message: str = "") -> None:

@@ -8,6 +8,7 @@ until it is dropped because the row is another's.
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -15,14 +16,15 @@ from dataclasses import replace
 from engine.tokenizer import Tokenizer
 from jobs import openai
 from jobs.claims import ClaimedJob, Held, num_tokens
-from jobs.lifecycle import ErrorCode, JobState
+from jobs.lifecycle import ErrorCode
 from jobs.streams import Run
 from worker.admission import EngineRoom
-from worker.attempt import Attempt, Holding, Phase, job_id_of, key_of
+from worker.attempt import Attempt, Holding, Phase, held_of, key_of
 from worker.book import Book
 from worker.delivery import Delivery, Ending
-from worker.entries import Cancel, Claim, Entry, Insert, Waste
-from worker.generation import Limits, Outcome, Refusal, outcome_of
+from worker.ends import when_limited, when_refused
+from worker.entries import Cancel, Claim, Died, Entry, Insert, Waste
+from worker.generation import Limits, Refusal, outcome_of
 from worker.messages import Command, Delta, Ended, Ready, Refused, Stepped
 from worker.preparer import Preparer
 from worker.prompt import Prompt
@@ -161,6 +163,15 @@ class Dispatcher:
         if sent is not None and sent.refusal is None and sent.new_job.model == self._model:
             self._preparer.count(sent.new_job)
 
+    def lease_stands(self, stands: bool) -> None:
+        """Whether what is taken now could be claimed; while not, nothing is taken."""
+        with self._lock:
+            was_shut, self._book.shut = self._book.shut, not stands
+        if was_shut and stands:
+            self._wake()
+        elif not was_shut and not stands:
+            logger.warning("the lease has lapsed: no more messages are taken")
+
     def begin_drain(self) -> None:
         """Take nothing more, and give back what the engine has not begun."""
         self._hand_back_all(Phase.CLAIMED, Phase.WAITING)
@@ -217,7 +228,7 @@ class Dispatcher:
             if not self._book.is_open(attempt):
                 return  # dropped, or at its time limit, meanwhile
             if isinstance(prompt, Refusal):
-                self._book.finish(attempt, _refused(prompt))
+                self._book.finish(attempt, when_refused(prompt))
                 return
             attempt.resume(prompt, self._tokenizer)
             attempt.phase = Phase.WAITING
@@ -263,7 +274,7 @@ class Dispatcher:
             if (attempt := self._running(delta.key)) is None:
                 # made before the engine heard that the job is not ours, or has ended
                 lost = len(delta.token_ids)
-                self._post(Waste(job_id=job_id_of(delta.key), tokens=lost, first_token_at=now))
+                self._post(Waste(held=held_of(delta.key), tokens=lost, first_token_at=now))
                 continue
             attempt.generated[delta.sample_index] += delta.token_ids
             if attempt.first_token_at is None:
@@ -280,6 +291,8 @@ class Dispatcher:
             self._died_at = time.monotonic()
             suspects = self._book.open_in(Phase.RUNNING)
             logger.warning("engine died with %d jobs: %s", len(suspects), how)
+            ids = [attempt.job.id for attempt in suspects]
+            self._post(Died(id=secrets.token_hex(16), model=self._model, ending=how, job_ids=ids))
             for attempt in suspects:
                 self._book.hand_back(attempt, crashed=True)
 
@@ -297,7 +310,7 @@ class Dispatcher:
         job = attempt.job
         self._book.finish(
             attempt,
-            _limited(attempt)
+            when_limited(attempt)
             if attempt.limit is not None
             else outcome_of(
                 ended,
@@ -318,7 +331,7 @@ class Dispatcher:
             code = _ENGINES_CODES.get(refused.code, ErrorCode.INVALID_REQUEST)
             param = openai.field_of(attempt.job.url, attempt.job.body, refused.param)
             refusal = Refusal(code, refused.message, param=param)
-            self._book.finish(attempt, _refused(refusal))
+            self._book.finish(attempt, when_refused(refusal))
 
     # -- the lease, on its thread
 
@@ -368,32 +381,11 @@ class Dispatcher:
         if attempt.phase is Phase.RUNNING:
             self._book.abort(attempt)
         else:
-            self._book.finish(attempt, _limited(attempt))
+            self._book.finish(attempt, when_limited(attempt))
 
     def _hard_limit(self, attempt: Attempt) -> None:
         """It ends now, whether the engine answers or not."""
         attempt.limit = f"hard time limit ({attempt.delivery.hard_limit_s:g} s) exceeded"
         attempt.delivery.time_out(soft=False)
         self._book.abort(attempt)
-        self._book.finish(attempt, _limited(attempt))
-
-
-def _refused(refusal: Refusal) -> Outcome:
-    return Outcome(
-        state=JobState.FAILED,
-        code=refusal.code,
-        message=str(refusal),
-        param=refusal.param,
-        finish_reason="error",
-    )
-
-
-def _limited(attempt: Attempt) -> Outcome:
-    assert attempt.limit is not None
-    return Outcome(
-        state=JobState.FAILED,
-        code=ErrorCode.TIME_LIMIT,
-        message=attempt.limit,
-        finish_reason="abort",
-        prompt_tokens=0 if attempt.prompt is None else len(attempt.prompt.token_ids),
-    )
+        self._book.finish(attempt, when_limited(attempt))

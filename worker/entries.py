@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jobs.accounting import Counted
 from jobs.claims import Checkpoint, ClaimedJob, Held
+from jobs.lifecycle import ErrorCode
 from jobs.records import NewJob
 from worker.generation import Outcome
 
@@ -47,6 +48,7 @@ class HandBack:
     first_token_at: float | None  # monotonic; of this attempt
     pieces: str | None = None  # of its stream, what the row has not yet
     crashed: bool  # the engine process died with it
+    failed: ErrorCode | None = None  # it failed by itself, and is to be tried again
     answer: Callable[[], None]
 
 
@@ -63,7 +65,7 @@ class Cancel:
 class Waste:
     """Tokens were generated for a job that this worker does not hold any more."""
 
-    job_id: str
+    held: Held  # as it was
     tokens: int
     first_token_at: float | None  # monotonic; of its attempt, or of these tokens
 
@@ -82,4 +84,14 @@ class Flush:
     answer: Callable[[], None]
 
 
-Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Count | Flush
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """An engine process ended; what it ran is handed back as suspects beside."""
+
+    id: str  # of this death: the entry may be written twice
+    model: str
+    ending: str
+    job_ids: list[str]
+
+
+Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Count | Died | Flush

@@ -243,10 +243,18 @@ def _worst(finish_reasons: Sequence[str]) -> str:
 _WORST_FIRST = ("error", "abort", "deadline", "repetition", "length", "stop")
 
 
+_ENGINES_CODES = (
+    ErrorCode.NUMERICAL_ERROR,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.RESOURCE_EXHAUSTED,
+    ErrorCode.ENGINE_ERROR,
+)
+
+
 def _engine_error(error: str) -> dict[str, Any]:
     """The engine says "code: message"; a code the API does not have is an engine_error."""
     code, _, message = error.partition(": ")
-    if code in (ErrorCode.NUMERICAL_ERROR, ErrorCode.INVALID_REQUEST, ErrorCode.ENGINE_ERROR):
+    if code in _ENGINES_CODES:
         return {"code": ErrorCode(code), "message": message}
     message = error or "the engine gave up this generation"
     return {"code": ErrorCode.ENGINE_ERROR, "message": message}

@@ -3,11 +3,13 @@
 It beats through a step of any length that is no stall: the watchdog knows, and replaces an engine
 that is stuck. Only one that cannot be ended keeps the beat back, and its jobs go to others. A beat
 that comes late renews whatever nobody has taken meanwhile, by the fence. Its answer names the jobs
-that are ours no more; a hint over Redis that a job was cancelled brings the beat forward, and the
-row decides as always.
+that are ours no more. While no beat gets through for as long as the lease, no message is taken from
+Redis either: it could not be claimed. A hint over Redis that a job was cancelled brings the beat
+forward, and the row decides as always.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +58,7 @@ class LeaseKeeper:
         self._stalled = stalled
         self._news = threading.Event()  # a hint came, or the worker stops
         self._stopping = threading.Event()
+        self._stands_until = math.inf  # monotonic; not yet: the door is open once it is registered
         self._away = False  # the database, as far as the log knows
         # a beat whose commit nobody has confirmed: its time, what it held, what it stored
         self._doubt: tuple[float, Holding, frozenset[Held]] | None = None
@@ -90,6 +93,8 @@ class LeaseKeeper:
                 logger.warning("no beat: the engine is stuck")
             else:
                 self._try(self._beat)
+            # by this process's clock, from before the beat: SQL lets it stand a moment longer
+            self._dispatcher.lease_stands(time.monotonic() < self._stands_until)
 
     def _listen(self) -> None:
         while not self._stopping.is_set():
@@ -100,8 +105,10 @@ class LeaseKeeper:
     def _register(self) -> None:
         with self._database.begin() as connection:
             store.need_schema(connection)
+            asked_at = time.monotonic()
             now = self._database.clock(connection)
             claims.register_worker(connection, self._info, now=now, lease_s=self._lease_s)
+        self._stands_until = asked_at + self._lease_s
 
     def _unregister(self) -> None:
         with self._database.begin() as connection:
@@ -109,6 +116,7 @@ class LeaseKeeper:
             claims.unregister_worker(connection, self._info.id, now=now)
 
     def _beat(self) -> None:
+        asked_at = time.monotonic()
         holding = self._dispatcher.holding()
         stats = {
             **self._dispatcher.stats(),
@@ -138,6 +146,7 @@ class LeaseKeeper:
             self._register()
             beaten = claims.Beaten(lost=frozenset(holding.held), stored=frozenset())
         self._doubt = None
+        self._stands_until = asked_at + self._lease_s
         self._dispatcher.beaten(holding, beaten.lost, beaten.stored)
 
     def _settle(self, connection: Connection) -> None:

@@ -24,16 +24,18 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import accounting, claims, finishing, quotas, store
+from jobs import accounting, attempts, claims, finishing, quotas, store
 from jobs.accounting import Wasted
-from jobs.claims import ClaimedJob
+from jobs.attempts import Count
+from jobs.claims import ClaimedJob, Held
 from jobs.database import Database, Moment, transient, trouble
 from jobs.finishing import JobResult
 from jobs.lifecycle import TERMINAL, JobState, error_object
+from jobs.retries import Backoff
 from worker.entries import (
     Cancel,
     Claim,
-    Count,
+    Died,
     Entry,
     Finish,
     Flush,
@@ -41,6 +43,7 @@ from worker.entries import (
     Insert,
     Waste,
 )
+from worker.entries import Count as Counting
 from worker.guard import start_thread
 
 STOP_S = 5.0
@@ -73,6 +76,7 @@ class Ledger:
         window_s: float,
         max_rows: int,
         max_crashes: int,
+        backoff: Backoff = Backoff(),  # noqa: B008 (frozen)
         announce: Callable[[Sequence[str]], None],  # ids that ended, after the commit
     ) -> None:
         self._database = database
@@ -80,6 +84,7 @@ class Ledger:
         self._window_s = window_s
         self._max_rows = max_rows
         self._max_crashes = max_crashes
+        self._backoff = backoff
         self._announce = announce
         # SimpleQueue: its put may be called from a signal handler that interrupted another put
         self._inbox: queue.SimpleQueue[Entry] = queue.SimpleQueue()
@@ -181,6 +186,16 @@ class Ledger:
         """
         written = _Written()
         now = moment.now
+        for died in _of(Died, window):
+            attempts.record_death(
+                connection,
+                died.id,
+                worker_id=self._worker_id,
+                model=died.model,
+                ending=died.ending,
+                job_ids=died.job_ids,
+                now=now,
+            )
         self._hand_back(connection, _of(HandBack, window), moment, was_in, written)
         self._finish(connection, _of(Finish, window), moment, was_in, written)
         new_jobs = [
@@ -188,7 +203,7 @@ class Ledger:
             for entry in window
             if isinstance(entry, Insert | Claim | Cancel) and entry.new_job is not None
         ]
-        claims.insert_new(connection, new_jobs, now=now)
+        store.insert_new(connection, new_jobs, now=now)
         written.answers += [insert.answer for insert in _of(Insert, window)]
         for cancel in _of(Cancel, window):
             if finishing.revoke(connection, cancel.job_id, now=now):
@@ -196,11 +211,11 @@ class Ledger:
             written.answers.append(cancel.answer)
         if not was_in:
             wasted = [
-                Wasted(waste.job_id, waste.tokens, _sql_time(waste.first_token_at, moment))
+                _wasted(waste.held, waste.tokens, waste.first_token_at, moment)
                 for waste in _of(Waste, window)
             ]
             accounting.account_wasted(connection, wasted)
-        accounting.count_prompts(connection, [count.counted for count in _of(Count, window)])
+        accounting.count_prompts(connection, [count.counted for count in _of(Counting, window)])
         self._claim(connection, _of(Claim, window), now, was_in, written)
         written.answers += [flush.answer for flush in _of(Flush, window)]
         return written
@@ -213,8 +228,12 @@ class Ledger:
         was_in: bool,
         written: _Written,
     ) -> None:
-        for crashed in (False, True):
-            batch = [entry for entry in entries if entry.crashed is crashed]
+        for crashed, failed in ((False, False), (False, True), (True, False)):
+            batch = [
+                entry
+                for entry in entries
+                if (entry.crashed, entry.failed is not None) == (crashed, failed)
+            ]
             states = claims.release(
                 connection,
                 [entry.held for entry in batch],
@@ -230,16 +249,19 @@ class Ledger:
                     if entry.first_token_at is not None
                 },
                 pieces={entry.held: entry.pieces for entry in batch if entry.pieces is not None},
+                failures={e.held: e.failed for e in batch if e.failed} if failed else None,
+                backoff=self._backoff,
             )
             written.ended += [held.id for held, state in states.items() if state in TERMINAL]
             written.answers += [entry.answer for entry in batch]
             if not was_in:  # one not released had been lost before, with its newest tokens
                 late = [
-                    Wasted(e.held.id, e.unstored_tokens, _sql_time(e.first_token_at, moment))
+                    _wasted(e.held, e.unstored_tokens, e.first_token_at, moment)
                     for e in batch
                     if e.held not in states
                 ]
                 accounting.account_wasted(connection, late)
+                attempts.count(connection, {(Count.STALE_WRITES, "hand_back"): len(late)})
 
     def _finish(
         self,
@@ -255,6 +277,9 @@ class Ledger:
         if was_in:
             refused = [entry.held for entry in entries if entry.held not in accepted]
             accepted |= finishing.ended_under(connection, refused)
+        else:
+            num_stale = sum(entry.held not in accepted for entry in entries)
+            attempts.count(connection, {(Count.STALE_WRITES, "result"): num_stale})
         written.ended += sorted(held.id for held in accepted)
         for entry in entries:
             written.answers.append(_bind(entry.answer, entry.held in accepted))
@@ -330,6 +355,10 @@ def _result(entry: Finish, moment: Moment) -> JobResult:
         pieces=entry.pieces,
         first_token_at=_sql_time(outcome.first_token_at, moment),
     )
+
+
+def _wasted(held: Held, tokens: int, first_token_at: float | None, moment: Moment) -> Wasted:
+    return Wasted(held.id, tokens, _sql_time(first_token_at, moment), held.fence)
 
 
 def _sql_time(at: float | None, moment: Moment) -> float | None:

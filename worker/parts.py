@@ -20,6 +20,7 @@ from jobs import store
 from jobs.database import Database
 from jobs.events import Channel, Publisher, Subscription
 from jobs.records import WorkerInfo
+from jobs.retries import Backoff
 from jobs.settings import ModelEntry, Settings
 from jobs.streams import StreamWriter
 from worker.dispatcher import Dispatcher
@@ -75,6 +76,7 @@ class Parts:
             window_s=settings.ledger_window_ms / 1000,
             max_rows=settings.ledger_rows,
             max_crashes=settings.max_crashes,
+            backoff=Backoff(base_s=settings.retry_base_s, most_s=settings.retry_most_s),
             announce=self._announce,
         )
         self.dispatcher = Dispatcher(

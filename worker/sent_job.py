@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from jobs import strict_json
-from jobs.lifecycle import ErrorCode
+from jobs.lifecycle import RETRIED, ErrorCode
 from jobs.records import MAX_CUSTOM_ID_BYTES, JobError, NewJob, storable
 from worker.generation import Refusal
 
@@ -32,6 +32,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     priority: int = 0
     deadline_s: float | None = None
     max_attempts: int | None = None
+    retry_on: list[str] | None = None
     metadata: dict[str, str] | None = None
 
 
@@ -65,6 +66,7 @@ def read_sent_job(
             custom_id=sent.custom_id,
             priority=sent.priority,
             max_attempts=max_attempts if sent.max_attempts is None else sent.max_attempts,
+            retry_on=RETRIED if sent.retry_on is None else sent.retry_on,
             deadline_s=sent.deadline_s,
             metadata=sent.metadata or {},
         )

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.core import JOB_ID, disconnected
 from api.errors import BadRequest, NotFound, json_response
-from api.present import job_object
+from api.present import with_attempts
 from api.query import integer, one_of, read_query, seconds, text
 from api.services import Services, ServicesDep, TenantDep
 from jobs import store
@@ -77,7 +77,7 @@ async def get_job(
                     return json_response(await read_job(services, tenant, job_id))
                 record = await look(services, tenant, job_id)
                 if record.ended:
-                    return json_response(job_object(record))
+                    return json_response(await read_job(services, tenant, job_id))
                 await services.waiters.sleep(ended, until - loop.time())
             raise ClientDisconnect
 
@@ -93,7 +93,8 @@ async def cancel_job(
         record = store.cancel(connection, job_id, tenant=tenant, now=now)
         if record is None:
             return None
-        return services.presenter.objects([record], connection, now)[0]
+        job = services.presenter.objects([record], connection, now)[0]
+        return with_attempts(job, connection, tenant=tenant)
 
     job = await services.sql.write(cancel)
     if job is None:
@@ -106,7 +107,8 @@ async def read_job(services: Services, tenant: str, job_id: str) -> dict[str, An
     """The job object. Raises NotFound."""
 
     def read(record: JobRecord, connection: Connection, now: float) -> dict[str, Any]:
-        return services.presenter.objects([record], connection, now)[0]
+        job = services.presenter.objects([record], connection, now)[0]
+        return with_attempts(job, connection, tenant=tenant)
 
     return await _read(services, tenant, job_id, read)
 

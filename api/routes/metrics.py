@@ -5,7 +5,7 @@ values are up to one beat old, and end with the worker.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from fastapi import APIRouter
@@ -16,7 +16,8 @@ from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api.services import ServicesDep
-from jobs import store
+from jobs import attempts, store
+from jobs.attempts import Count, Outcome
 from jobs.forecast import Backlog, backlogs
 from jobs.lately import WINDOW_S, Lately, lately
 from jobs.lifecycle import JobState
@@ -50,6 +51,18 @@ COUNTERS = {
     "cached_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
     "generated_tokens": ("generated_tokens", "Tokens generated."),
 }
+# what is counted in SQL: name, label, what always stands there, and what it means
+COUNTED = {
+    Count.ATTEMPTS: ("attempts", "outcome", tuple(Outcome), "Attempts that have ended."),
+    Count.WASTED_TOKENS: ("wasted_tokens", None, ("",), "Tokens generated, and in no output."),
+    Count.STALE_WRITES: (
+        "stale_writes_refused", "write", ("result", "hand_back"),
+        "Writes of workers whose fence was not the job's any more.",
+    ),
+    Count.ENGINE_DEATHS: (
+        "engine_deaths", "ending", (), "Engine processes that ended while their worker went on."
+    ),
+}  # fmt: skip
 
 router = APIRouter()
 
@@ -79,12 +92,14 @@ class Snapshot(Collector):
             self.backlogs[key] = self.backlogs.get(key, Backlog(now, 0, 0)) + backlog
         self.lately = {model: lately(connection, model, now) for model in sorted(served)}
         self.workers = store.live_workers(connection, now)
+        self.totals = attempts.totals(connection)
 
     def collect(self) -> Iterator[Metric]:
         yield from _jobs(self.models, self.counts)
         yield from _queue(self.models, self.backlogs, self.now)
         yield from _lately(self.lately)
         yield from _engines(self.workers)
+        yield from _counted(self.totals)
 
 
 def _jobs(models: Sequence[str], counts: Counter[tuple[str, JobState]]) -> Iterator[Metric]:
@@ -143,6 +158,17 @@ def _lately(models: dict[str, Lately]) -> Iterator[Metric]:
             for quantile, value in getattr(seen, name).items():
                 gauge.add_metric([model, f"{quantile:g}"], value)
         yield gauge
+
+
+def _counted(totals: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
+    """Since the first job: these outlive jobs and workers, and never go down."""
+    for count, (name, label, always, meaning) in COUNTED.items():
+        labels = [] if label is None else [label]
+        family = CounterMetricFamily(f"tokenmill_{name}", meaning, labels=labels)
+        seen = {value: amount for (counted, value), amount in totals.items() if counted == count}
+        for value in sorted({*always, *seen}):
+            family.add_metric([value] if labels else [], seen.get(value, 0))
+        yield family
 
 
 def _engines(workers: Sequence[WorkerRecord]) -> Iterator[Metric]:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from jobs import claims
+from jobs.events import Channel
 from jobs.lifecycle import ErrorCode, JobState, error_object
 from tests.api.conftest import MODEL, chat, completion, error_of, submit, until
 
@@ -143,6 +145,33 @@ def test_a_forecast_appears_once_jobs_have_ended(client, hands):
     start_s = client.get(url).json()["start_s"]
     assert 0 <= start_s["low"] <= start_s["high"] < 60
     assert 0 <= eta_s["low"] <= eta_s["high"] < 60
+
+
+def test_a_job_asked_for_by_its_id_tells_its_attempts(client, hands):
+    url = f"/v1/jobs/{submit(client)['id']}"
+    assert client.get(url).json()["attempts"] == []
+    claimed = hands.claim(url.rpartition("/")[2])
+    [going_on] = client.get(url).json()["attempts"]
+    assert (going_on["outcome"], going_on["ended_at"]) == (None, None)
+    held = claims.Held(claimed.id, claimed.fence)
+    checkpoint = {held: [[1, 2, 3]]}
+    hands.call(claims.release, [held], crashed=False, max_crashes=3, checkpoints=checkpoint)
+    hands.finish(hands.claim(claimed.id), wasted_tokens=2)
+    hands.publisher.publish(Channel.ENDED, [claimed.id])
+    for query in ("", "?wait=5"):
+        first, second = client.get(url + query).json()["attempts"]
+        assert (first["outcome"], first["kept_tokens"]) == ("handed_back", 3)
+        assert (second["fence"], second["worker"], second["outcome"], second["error"]) == (
+            3, hands.worker_id, "succeeded", None,
+        )  # fmt: skip
+        assert (second["kept_tokens"], second["wasted_tokens"]) == (1, 2)
+        assert first["started_at"] <= first["ended_at"] <= second["started_at"]
+
+
+def test_a_cancel_answers_with_the_attempt_it_ended(client, hands):
+    claimed = hands.claim(submit(client)["id"])
+    [attempt] = client.post(f"/v1/jobs/{claimed.id}/cancel").json()["attempts"]
+    assert attempt["outcome"] == "cancelled"
 
 
 def test_models_are_listed_in_openais_form(sqlite_client):

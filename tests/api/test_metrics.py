@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api.routes.metrics import COUNTERS, GAUGES, OTHER
 from engine.outputs import EngineStats
-from jobs import claims, store
+from jobs import attempts, claims, store
 from jobs.records import NewJob
 from jobs.tenants import DEFAULT_TENANT
 from tests.api.conftest import MODEL, completion, submit
@@ -28,6 +28,8 @@ STATS = {
     "engine_restarts": 1,
     "engine_pid": 4711,
 }
+
+DEATH = {"worker_id": "w1", "model": MODEL, "ending": "SIGKILL", "job_ids": ["job_1"]}
 
 
 def samples(client) -> dict[tuple, float]:
@@ -94,6 +96,22 @@ def test_jobs_of_models_not_served_are_one_series(client, hands):
     assert seen["tokenmill_waiting_prompt_tokens", "0", OTHER] == 4
     assert seen["tokenmill_waiting_max_tokens", "0", OTHER] == 6
     assert seen["tokenmill_waiting_max_tokens", "0", MODEL] == 7
+
+
+def test_counts_outlive_the_jobs_they_were_made_of(client, hands):
+    before = samples(client)
+    assert before["tokenmill_attempts_total", "succeeded"] == 0
+    assert before["tokenmill_stale_writes_refused_total", "result"] == 0
+    claimed = hands.claim(submit(client)["id"])
+    hands.finish(claimed, wasted_tokens=6)
+    hands.call(attempts.record_death, "one", **DEATH)
+    with hands.database.begin() as connection:
+        assert store.delete(connection, claimed.id, tenant=DEFAULT_TENANT)
+    seen = samples(client)
+    assert seen["tokenmill_attempts_total", "succeeded"] == 1
+    assert seen["tokenmill_attempts_total", "suspect"] == 0
+    assert seen["tokenmill_wasted_tokens_total",] == 6
+    assert seen["tokenmill_engine_deaths_total", "SIGKILL"] == 1
 
 
 def test_engines_show_what_their_workers_said(client, hands):

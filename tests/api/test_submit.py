@@ -3,21 +3,37 @@
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import pytest
 import redis
 from sqlalchemy import delete
 
+from api.envelope import RetryOn
 from jobs.celery_app import queue_for
 from jobs.database import Database
+from jobs.lifecycle import RETRYABLE
 from jobs.models import jobs
 from tests.api.conftest import MODEL, chat, completion, error_of, serving, submit, until
 
 JOB_KEYS = {
     "id", "object", "custom_id", "url", "model", "status", "priority", "attempt", "max_attempts",
+    "retry_on", "not_before",
     "batch_id", "metadata", "created_at", "started_at", "first_token_at", "finished_at",
     "deadline_at", "queue_position", "start_s", "eta_s", "response", "error", "usage", "timings",
 }  # fmt: skip
+
+
+def test_the_policies_of_the_door_are_those_of_the_store():
+    assert set(get_args(RetryOn)) == set(RETRYABLE)
+
+
+def test_a_job_says_after_which_failures_it_is_tried_again(client):
+    assert submit(client)["retry_on"] == ["engine_crash", "worker_lost"]
+    policy = ["numerical_error", "engine_crash"]
+    assert submit(client, retry_on=policy)["retry_on"] == ["engine_crash", "numerical_error"]
+    job = submit(client, retry_on=[])
+    assert (job["retry_on"], job["not_before"]) == ([], None)
 
 
 def test_a_job_is_answered_by_its_job_object(client):
@@ -53,7 +69,7 @@ def test_a_job_is_answered_by_its_job_object(client):
         assert job[name] is None
     assert job["usage"]["prompt_tokens"] > 0
     assert job["usage"]["completion_tokens"] == 0
-    assert client.get(f"/v1/jobs/{job['id']}").json() == job
+    assert client.get(f"/v1/jobs/{job['id']}").json() == job | {"attempts": []}
 
 
 def test_a_line_of_an_openai_batch_file_is_a_job(sqlite_client):

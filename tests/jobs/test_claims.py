@@ -209,9 +209,10 @@ def test_a_job_that_crashes_too_often_is_poisoned_and_its_neighbour_is_not(bench
         states = release(bench, *claimed, crashed=True)
         assert states[poison.id] == (JobState.FAILED if crash == 3 else JobState.QUEUED)
         assert bench.get(poison.id).crash_count == crash
+        bench.now += 10  # past its wait
     failed = bench.get(poison.id)
     assert failed.error["code"] == ErrorCode.POISONED
-    assert (failed.started_at, failed.finished_at) == (NOW, NOW)
+    assert (failed.started_at, failed.finished_at) == (NOW + 20, NOW + 20)
     assert failed.finish_reason == "error"
     back = bench.get(neighbour.id)
     assert (back.state, back.started_at, back.finish_reason) == (JobState.QUEUED, None, None)
@@ -315,10 +316,10 @@ def test_the_first_token_is_the_earliest_anyone_saw(bench):
 def test_a_job_that_came_whole_in_a_message_is_inserted_once(bench):
     bench.register()
     job = new_job(id="job_0123456789abcdef")
-    bench.call(claims.insert_new, [job, job, new_job()], now=NOW)
+    bench.call(store.insert_new, [job, job, new_job()], now=NOW)
     (claimed,) = bench.claim(job.id)
-    bench.call(claims.insert_new, [job], now=NOW)
-    bench.call(claims.insert_new, [], now=NOW)
+    bench.call(store.insert_new, [job], now=NOW)
+    bench.call(store.insert_new, [], now=NOW)
     assert bench.get(job.id).fence == claimed.fence
     assert bench.claim(job.id) == []
     with bench.database.read() as connection:
@@ -327,7 +328,7 @@ def test_a_job_that_came_whole_in_a_message_is_inserted_once(bench):
 
 def test_a_job_in_a_message_that_no_row_can_hold_is_left_out(bench, caplog):
     good, bad = new_job(), new_job(body={"temperature": float("inf")})
-    bench.call(claims.insert_new, [bad, good], now=NOW)
+    bench.call(store.insert_new, [bad, good], now=NOW)
     assert [job.id for job in bench.claim(bad.id, good.id)] == [good.id]
     assert bad.id in caplog.text
     assert good.id not in caplog.text
@@ -337,7 +338,7 @@ def test_a_job_in_a_message_that_no_row_can_hold_is_left_out(bench, caplog):
 def test_a_whole_job_with_a_number_no_database_takes_is_left_out_alone(bench, number, caplog):
     bench.register()
     bad, good = new_job(prompt_tokens=number), new_job()
-    bench.call(claims.insert_new, [bad, good], now=NOW)
+    bench.call(store.insert_new, [bad, good], now=NOW)
     assert [job.id for job in bench.claim(bad.id, good.id)] == [good.id]
     assert bad.id in caplog.text
 

@@ -17,6 +17,7 @@ from jobs.claims import Held, UnknownWorker
 from jobs.database import Database
 from jobs.finishing import JobResult
 from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
+from jobs.retries import Backoff
 from jobs.rows import given
 from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, NOW, Bench, new_job
@@ -182,7 +183,7 @@ class Histories(RuleBasedStateMachine):
         for job_id, fence, _ in self.some_claims(numbers):
             released = self.bench.call(
                 claims.release, [Held(job_id, fence)], now=self.bench.now, crashed=crashed,
-                max_crashes=MAX_CRASHES,
+                max_crashes=MAX_CRASHES, backoff=Backoff(base_s=0),
             )  # fmt: skip
             assert (Held(job_id, fence) in released) == self.holds(job_id, fence)
             if released:

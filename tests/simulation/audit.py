@@ -6,6 +6,7 @@ Works on snapshots of the jobs table: the one before the commit, the one after, 
 from dataclasses import dataclass
 from typing import Any
 
+from jobs.attempts import Outcome
 from jobs.claims import Held
 from jobs.lifecycle import NEXT, TERMINAL, JobState
 from jobs.rows import decode
@@ -32,6 +33,7 @@ class Spec:
     max_attempts: int
     priority: int
     deadline_s: float | None
+    tries_failures: bool  # again, those of the engine's numbers
 
     @property
     def poison(self) -> bool:
@@ -104,14 +106,38 @@ def _check_actor(world: Any, process: Any, old: Row, row: Row) -> None:
         )
 
 
+def check_record(world: Any) -> None:
+    """When all has come to rest: every claim is closed, once, as its job says; counts agree."""
+    records = world.attempts()
+    for job_id, row in world.rows.items():
+        mine = [each for each in records if each["job_id"] == job_id]
+        assert all(each["outcome"] for each in mine), f"{job_id} has an attempt that never ended"
+        if row["state"] == JobState.SUCCEEDED:
+            assert [each["outcome"] for each in mine].count("succeeded") == 1
+            kept = sum(each["kept_tokens"] for each in mine)
+            assert kept == row["completion_tokens"], f"{job_id} kept {kept} tokens"
+        counted = sum(each["outcome"] != "handed_back" for each in mine)
+        if row["state"] in (JobState.SUCCEEDED, JobState.FAILED):
+            assert counted == row["attempt"], f"{job_id}: {row['attempt']} attempts, {mine}"
+    totals = world.totals()
+    assert sum(totals.get(("attempts", outcome), 0) for outcome in Outcome) == len(records)
+    wasted = sum(row["wasted_tokens"] for row in world.rows.values())
+    assert totals.get(("wasted_tokens", ""), 0) == wasted
+
+
 def check_rest(world: Any) -> None:
     """When all has come to rest: every job has its end, and every token is counted once."""
+    check_record(world)
     for row in world.rows.values():
         spec: Spec = world.spec_of(row)
         job_id, code = row["id"], (decode(row["error"]) or {}).get("code")
         if row["state"] == JobState.FAILED:
             if spec.poison:
-                assert code in ("poisoned", "max_attempts")
+                assert code in ("poisoned", "max_attempts", "numerical_error")
+            elif code == "numerical_error":
+                assert world.num_failures
+                spent = row["attempt"] == row["max_attempts"]
+                assert spent or not spec.tries_failures, f"{job_id} was not tried again"
             elif code == "poisoned":
                 assert world.num_engine_kills, f"{job_id} fell with its neighbours"
             else:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import worker.sweeper
 from jobs import store
-from jobs.lifecycle import TERMINAL, JobState
+from jobs.lifecycle import RETRIED, TERMINAL, JobState
 from jobs.records import NewJob
 from jobs.runway import RunwayDown
 from jobs.settings import ModelEntry, Settings
@@ -78,6 +78,7 @@ class ClientProcess(Process):
             body={"prompt": [spec.prompt], "n": spec.n, "max_tokens": spec.max_tokens},
             custom_id=spec.key,
             max_attempts=spec.max_attempts,
+            retry_on=(*RETRIED, "numerical_error") if spec.tries_failures else RETRIED,
             priority=spec.priority,
             deadline_s=spec.deadline_s,
             prompt_tokens=1,

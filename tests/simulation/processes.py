@@ -13,6 +13,7 @@ from typing import Any
 from engine.sampling_params import SamplingParams
 from jobs.claims import Held
 from jobs.records import WorkerInfo
+from jobs.retries import Backoff
 from tests.simulation.servers import SimDatabase
 from worker.attempt import Attempt, Holding, Phase, key_of
 from worker.delivery import CeleryCallbacks, Delivery
@@ -30,6 +31,7 @@ MAX_CRASHES = 3
 MAX_NUM_SEQS = 4
 KV_TOKENS = 64
 RESTART_S = 0.3
+BACKOFF = Backoff(base_s=0.2, most_s=2.0)
 POISON = 10_000  # prompts from this token on end the engine
 
 
@@ -120,6 +122,9 @@ class FakeEngine:
                     self._world.generated(key)
             if all(len(ids) == request.max_tokens for ids in request.generated):
                 ended.append(self._end(key, "length"))
+            elif self._world.chance(self._world.faults.engine / 2):
+                self._world.num_failures += 1
+                ended.append(self._end(key, "error", "numerical_error: no numbers"))
         self._steps += 1
         used = sum(1 + sum(map(len, request.generated)) for request in self.requests.values())
         self.pipe.append(
@@ -147,7 +152,7 @@ class FakeEngine:
                 return self._end(command.key, "abort")
         return None
 
-    def _end(self, key: str, reason: str) -> Ended:
+    def _end(self, key: str, reason: str, error: str | None = None) -> Ended:
         request = self.requests.pop(key)
         return Ended(
             key=key,
@@ -156,7 +161,7 @@ class FakeEngine:
                     index=index,
                     text=" ".join(map(str, ids)),
                     finish_reason=reason,
-                    error=None,
+                    error=error,
                 )
                 for index, ids in enumerate(request.generated)
             ],
@@ -195,6 +200,7 @@ class WorkerProcess(Process):
             window_s=0,
             max_rows=256,
             max_crashes=MAX_CRASHES,
+            backoff=BACKOFF,
             announce=lambda ids: None,
         )
         self.ledger._abandoned = Abandoned(self)  # type: ignore[assignment]

@@ -67,7 +67,7 @@ class World:
         self.beaten_at: dict[str, float] = {}  # by worker id: true time of its last beat
         self.num_generated: dict[str, int] = {}
         self.unaccountable: set[str] = set()  # tokens of these died with a process
-        self.num_poisoned = self.num_engine_kills = 0
+        self.num_poisoned = self.num_engine_kills = self.num_failures = 0
         self.messages = Messages(self)
         self._specs = {f"k{i}": self._spec(f"k{i}") for i in range(self.rng.randint(2, 5))}
         self._poisonous = any(spec.poison for spec in self._specs.values())
@@ -92,6 +92,7 @@ class World:
             max_attempts=rng.choice([2, 30, 30]),
             priority=rng.choice([0, 0, 1]),
             deadline_s=rng.choice([None, None, None, 0.5, 5.0]),
+            tries_failures=rng.random() < 0.5,
         )
 
     def _skew(self) -> float:
@@ -138,10 +139,23 @@ class World:
         check_rows(self, process, before, self.rows)
 
     def _read(self) -> dict[str, Row]:
+        return {row["id"]: row for row in self._rows("jobs")}
+
+    def _rows(self, table: str) -> list[Row]:
         cursor = self.connection.connection.cursor()
-        cursor.execute("SELECT * FROM jobs")
+        cursor.execute(f"SELECT * FROM {table}")
         names = [column[0] for column in cursor.description]
-        return {row["id"]: row for row in (dict(zip(names, r, strict=True)) for r in cursor)}
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def attempts(self) -> list[Row]:
+        return self._rows("attempts")
+
+    def totals(self) -> dict[tuple[str, str], int]:
+        found: dict[tuple[str, str], int] = {}
+        for row in self._rows("tallies"):
+            key = (row["name"], row["label"])
+            found[key] = found.get(key, 0) + row["amount"]
+        return found
 
     def ended(self, worker_: WorkerProcess) -> None:
         """A drain is over."""

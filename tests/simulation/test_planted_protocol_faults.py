@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from jobs import accounting, claims, finishing, store, sweep
+from jobs import accounting, claims, finishing, retries, store, sweep
 from jobs.claims import Held
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import jobs
@@ -140,14 +140,13 @@ def nobody_polls_the_backlog(patch):
 
 
 def retries_without_limit(patch):
-    real = claims.ending
+    real = retries.ending
     never = jobs.c.attempt < 0
 
-    def ending(*endings, now):
-        return real(*((never, code, message) for _, code, message in endings), now=now)
+    def ending(*endings, **given):
+        return real(*((never, code, message) for _, code, message in endings), **given)
 
-    patch.setattr(claims, "ending", ending)
-    patch.setattr(sweep, "ending", ending)
+    patch.setattr(retries, "ending", ending)
 
 
 FAULTS = [

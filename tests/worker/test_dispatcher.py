@@ -26,7 +26,7 @@ from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.engine_process import refused
-from worker.entries import Cancel, Claim, Count, Entry, Finish, HandBack, Insert, Waste
+from worker.entries import Cancel, Claim, Count, Died, Entry, Finish, HandBack, Insert, Waste
 from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
 from worker.sent_job import read_sent_job
 
@@ -268,7 +268,7 @@ def test_a_chat_the_engine_refuses_is_told_its_own_field(world):
     ("finish_reason", "error", "state", "code"),
     [
         ("error", "numerical_error: nan", JobState.FAILED, ErrorCode.NUMERICAL_ERROR),
-        ("error", "resource_exhausted: x", JobState.FAILED, ErrorCode.ENGINE_ERROR),
+        ("error", "resource_exhausted: x", JobState.FAILED, ErrorCode.RESOURCE_EXHAUSTED),
         ("deadline", None, JobState.EXPIRED, ErrorCode.DEADLINE_EXCEEDED),
     ],
 )
@@ -281,6 +281,26 @@ def test_what_ends_badly_in_the_engine_says_why(world, finish_reason, error, sta
     assert (finish.outcome.completion_tokens, finish.wasted_tokens) == (0, 1)
 
 
+def test_what_fails_and_may_be_tried_again_is_handed_back_with_its_tokens(world):
+    add = world.run(max_attempts=2, retry_on="engine_crash resource_exhausted")
+    error = "resource_exhausted: x"
+    world.step(Delta(add.key, 0, [7]), ended=[ended(add.key, "error", error=error)])
+    back = world.take(HandBack)
+    assert (back.failed, back.crashed) == (ErrorCode.RESOURCE_EXHAUSTED, False)
+    assert (back.checkpoint, back.unstored_tokens) == ([[7]], 1)
+    back.answer()
+    assert world.celery[-1][0] == "end"
+    assert not world.has(Finish)
+    assert not world.has(Abort)  # the engine has ended it
+
+
+@pytest.mark.parametrize(("attempt", "retry_on"), [(2, "numerical_error"), (1, "engine_crash")])
+def test_at_its_last_attempt_or_outside_its_policy_a_failure_is_the_end(world, attempt, retry_on):
+    add = world.run(attempt=attempt, max_attempts=2, retry_on=retry_on)
+    world.step(ended=[ended(add.key, "error", error="numerical_error: nan")])
+    assert world.take(Finish).outcome.code == ErrorCode.NUMERICAL_ERROR
+
+
 def test_a_lost_job_is_aborted_and_shows_no_output_afterwards(world):
     add = world.run()
     before = time.monotonic()
@@ -288,7 +308,7 @@ def test_a_lost_job_is_aborted_and_shows_no_output_afterwards(world):
     world.lose("job_1", fence=1)
     assert world.take(Abort) == Abort(add.key)
     waste = world.take(Waste)
-    assert (waste.job_id, waste.tokens) == ("job_1", 2)
+    assert (waste.held.id, waste.tokens) == ("job_1", 2)
     assert before <= waste.first_token_at <= time.monotonic()
     world.step(Delta(add.key, 0, [9]), ended=[ended(add.key, "abort")])
     world.step(ended=[ended(add.key)])
@@ -301,10 +321,10 @@ def test_tokens_that_come_after_the_loss_of_a_job_are_waste_too(world):
     world.step(Delta(add.key, 0, [7, 8]))
     world.lose("job_1", fence=1)
     first = world.take(Waste)
-    assert (first.job_id, first.tokens) == ("job_1", 2)
+    assert (first.held.id, first.tokens) == ("job_1", 2)
     world.step(Delta(add.key, 0, [9, 10, 11]))
     late = world.take(Waste)
-    assert (late.job_id, late.tokens) == ("job_1", 3)
+    assert (late.held.id, late.tokens) == ("job_1", 3)
     assert first.first_token_at < late.first_token_at
 
 
@@ -386,6 +406,8 @@ def test_an_engine_death_hands_back_what_ran_as_suspects_with_its_tokens(world):
     add = world.run()
     world.step(Delta(add.key, 0, [7]))
     world.dispatcher.engine_died("SIGKILL")
+    died = world.take(Died)
+    assert (died.ending, died.model, died.job_ids) == ("SIGKILL", "tiny", ["job_1"])
     handed_back = world.take(HandBack)
     assert handed_back.crashed
     assert handed_back.checkpoint == [[7]]

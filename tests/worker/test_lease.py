@@ -39,6 +39,10 @@ class Dispatcher:
     def __init__(self) -> None:
         self.held: list[Held] = []
         self.answers: list[set[Held]] = []
+        self.stands = True
+
+    def lease_stands(self, stands: bool) -> None:
+        self.stands = stands
 
     def holding(self) -> Holding:
         return Holding(held=list(self.held), checkpoints={})
@@ -60,7 +64,7 @@ class NoHints:
 class Bench:
     """A keeper whose lease is shorter than the step its engine is in."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, lease_s: float = LEASE_S) -> None:
         self.database = Database(url)
         self.dispatcher = Dispatcher()
         self.stalled = False
@@ -70,8 +74,8 @@ class Bench:
         self.keeper = LeaseKeeper(
             self.database,
             info=INFO,
-            beat_s=LEASE_S / 6,
-            lease_s=LEASE_S,
+            beat_s=lease_s / 6,
+            lease_s=lease_s,
             stalled=lambda: self.stalled,
             **fakes,
         )
@@ -121,6 +125,34 @@ def test_a_worker_beats_through_a_step_that_is_longer_than_its_lease(bench):
     bench.wait_for(lambda: bench.lease_until() > first + 3 * LEASE_S)
 
 
+def test_an_interpreter_with_no_time_for_anybody_costs_no_lease(database_url):
+    """D03: prompts are tokenized and templates rendered in this process, too."""
+    bench = Bench(database_url, lease_s=1.5)
+    bench.keeper.start(lambda: None)
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    threads = [threading.Thread(target=spin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        first = until = bench.lease_until()
+        while until < first + 2:
+            with bench.database.begin() as connection:
+                now = bench.database.clock(connection)
+                assert claims.lease_stands(connection, WORKER, now=now)
+            until = bench.lease_until()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        bench.keeper.stop()
+        bench.database.dispose()
+
+
 def test_an_engine_that_is_stuck_is_the_only_reason_not_to_beat(bench):
     bench.stalled = True
     bench.keeper.start(lambda: None)
@@ -136,6 +168,16 @@ def test_an_engine_that_is_stuck_is_the_only_reason_not_to_beat(bench):
     bench.stalled = False
     bench.wait_for(lambda: bench.dispatcher.answers)
     assert bench.dispatcher.answers[0] == {held}
+
+
+def test_the_door_is_shut_while_the_lease_has_lapsed_and_open_again_with_the_next_beat(bench):
+    bench.keeper.start(lambda: None)
+    bench.wait_for(lambda: bench.lease_until() > 0)
+    assert bench.dispatcher.stands
+    bench.stalled = True  # as a database that is away: no beat gets through
+    bench.wait_for(lambda: not bench.dispatcher.stands)
+    bench.stalled = False
+    bench.wait_for(lambda: bench.dispatcher.stands)
 
 
 def test_a_beat_that_comes_late_keeps_what_nobody_has_taken(bench, monkeypatch):

@@ -10,14 +10,15 @@ import pytest
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
-from jobs import claims, store, sweep
+from jobs import attempts, claims, store, sweep
 from jobs.accounting import Counted
 from jobs.claims import ClaimedJob, Held
 from jobs.database import Database
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord, NewJob, WorkerInfo
+from jobs.retries import Backoff
 from jobs.tenants import DEFAULT_TENANT
-from worker.entries import Cancel, Claim, Count, Finish, HandBack, Insert, Waste
+from worker.entries import Cancel, Claim, Count, Died, Finish, HandBack, Insert, Waste
 from worker.generation import Outcome
 from worker.ledger import Ledger
 
@@ -58,6 +59,7 @@ class Bench:
             window_s=0.02,
             max_rows=256,
             max_crashes=3,
+            backoff=Backoff(base_s=0),
             announce=self.announced.extend,
         )
         info = WorkerInfo(
@@ -230,6 +232,43 @@ def test_a_job_the_engine_died_with_too_often_fails_and_is_announced(bench):
     assert bench.announced == [job_id]
 
 
+def test_a_death_and_refused_writes_are_counted(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    stale = Held(job.id, job.fence - 1)
+    assert not bench.finish(stale)
+    bench.ask(lambda answer: HandBack(
+        held=stale, checkpoint=None, unstored_tokens=0, first_token_at=None, crashed=True,
+        answer=answer,
+    ))  # fmt: skip
+    died = Died(id="one", model="tiny", ending="SIGKILL", job_ids=[job_id])
+    for _ in range(2):
+        bench.ledger.post(died)
+    assert bench.ledger.flush().wait(TIMEOUT_S)
+    with bench.database.read() as connection:
+        counted = attempts.totals(connection)
+        assert attempts.of_job(connection, job_id, tenant=DEFAULT_TENANT)[0].outcome is None
+    assert counted == {
+        ("stale_writes", "result"): 1,
+        ("stale_writes", "hand_back"): 1,
+        ("engine_deaths", "SIGKILL"): 1,
+    }
+
+
+def test_a_job_that_failed_and_is_tried_again_is_queued_with_its_tokens(bench):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    bench.ask(lambda answer: HandBack(
+        held=Held(job.id, job.fence), checkpoint=[[7]], unstored_tokens=1, first_token_at=None,
+        crashed=False, failed=ErrorCode.ENGINE_ERROR, answer=answer,
+    ))  # fmt: skip
+    row = bench.get(job_id)
+    assert (row.state, row.attempt, row.error) == (JobState.QUEUED, 1, None)
+    with bench.database.read() as connection:
+        [tried] = attempts.of_job(connection, job_id, tenant=DEFAULT_TENANT)
+    assert (tried.outcome, tried.error_code, tried.kept_tokens) == ("failed", "engine_error", 1)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_cancel_in_the_window_of_its_claim_wins(database_url, whole):
     bench = Bench(database_url)  # not started: both entries fall into its first window
@@ -251,7 +290,7 @@ def test_a_cancel_in_the_window_of_its_claim_wins(database_url, whole):
 def test_waste_is_added_up(bench):
     [job_id] = bench.submit()
     for tokens, first_token_at in ((3, time.monotonic()), (4, None)):
-        bench.ledger.post(Waste(job_id=job_id, tokens=tokens, first_token_at=first_token_at))
+        bench.ledger.post(Waste(held=Held(job_id, 1), tokens=tokens, first_token_at=first_token_at))
     assert bench.ledger.flush().wait(TIMEOUT_S)
     row = bench.get(job_id)
     assert row.wasted_tokens == 7
@@ -338,7 +377,7 @@ def test_waste_is_added_once_whether_the_broken_commit_was_in_or_not(bench, brea
     [job_id] = bench.submit()
     for tokens in (3, 4):
         bench.database.breaks = breaks
-        bench.ledger.post(Waste(job_id=job_id, tokens=tokens, first_token_at=None))
+        bench.ledger.post(Waste(held=Held(job_id, 1), tokens=tokens, first_token_at=None))
         assert bench.ledger.flush().wait(TIMEOUT_S)
     assert bench.get(job_id).wasted_tokens == 7
 
@@ -370,7 +409,7 @@ def test_tokens_of_a_late_hand_back_are_added_once_whether_its_commit_was_in_or_
 def test_what_comes_last_is_written_before_a_ledger_stops(bench):
     [job_id] = bench.submit()
     for _ in range(50):
-        bench.ledger.post(Waste(job_id=job_id, tokens=1, first_token_at=None))
+        bench.ledger.post(Waste(held=Held(job_id, 1), tokens=1, first_token_at=None))
         bench.ledger.flush()
     bench.ledger.stop()
     assert bench.get(job_id).wasted_tokens == 50
@@ -472,7 +511,7 @@ def test_a_first_token_lies_behind_the_claim_however_late_the_database_answers(
             )
         )
     else:
-        bench.ledger.post(Waste(job_id=job_id, tokens=1, first_token_at=token_at))
+        bench.ledger.post(Waste(held=Held(job_id, 1), tokens=1, first_token_at=token_at))
         assert bench.ledger.flush().wait(TIMEOUT_S)
     row = bench.get(job_id)
     begun_at = job.created_at if end == "hand back" else row.started_at

@@ -85,6 +85,8 @@ def test_what_is_left_out_is_the_deployments_default():
         ({"priority": True}, "priority"),
         ({"deadline_s": -1}, "deadline_s"),
         ({"max_attempts": 0}, "max_attempts"),
+        ({"retry_on": ["colour"]}, "retry_on"),
+        ({"retry_on": "engine_crash"}, "retry_on"),
         ({"surprise": 1}, "surprise"),
         ({"metadata": {"k": 1}}, "metadata"),
         ({"custom_id": "x" * 300}, "custom_id"),

@@ -26,6 +26,27 @@ def test_an_engine_with_work_is_stuck_at_the_stall_limit_and_not_before():
         assert look(progress, now, steps=7) == (now >= 60)
 
 
+def test_where_steps_take_long_one_may_take_ten_times_as_long():
+    progress = Progress(stall_s=60)
+    now = 0
+    for step in range(5):
+        for _ in range(20):  # each of 20 s
+            assert not look(progress, now, steps=step)
+            now += 1
+    began = now - 1  # seen first when the last step began
+    while not look(progress, now, steps=4):
+        now += 1
+    assert 180 <= now - began <= 221
+
+
+def test_many_quick_steps_between_two_looks_allow_no_more_than_the_limit():
+    progress = Progress(stall_s=60)
+    for now in range(100):
+        assert not look(progress, now, steps=50 * now)
+    for now in range(100, 200):
+        assert look(progress, now, steps=50 * 99) == (now >= 159)
+
+
 def test_an_idle_engine_is_never_stuck():
     progress = Progress(stall_s=60)
     for now in range(0, 1000):

@@ -1,0 +1,159 @@
+"""In which order a model's queued jobs come onto the runway.
+
+By priority first. Among jobs of one priority tenants take turns: next is the one with the fewest
+jobs ahead, running or on the runway. Of one tenant's jobs the deadline decides, then age. And each
+EIGHTH place goes to the job that has waited longest, whatever its priority and whosever it is: with
+n jobs older than itself a job waits for at most 8 (n + 1) others, however many come before it.
+
+This is deficit round robin (Shreedhar and Varghese 1995) in units of jobs, its counters recomputed
+from rows. Functions take an open connection and `now`, seconds by the database's clock.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Select, func, literal, or_, select
+
+from jobs import batches, quotas
+from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs
+from jobs.retries import due
+
+EIGHTH = 8
+MOST_TENANTS = 500  # whose jobs are compared; of more, the others' jobs come by their age alone
+
+
+def best(
+    connection: Connection, model: str, *, limit: int, now: float, num_before: int
+) -> list[str]:
+    """Ids of the next `limit` jobs that are not on the runway yet, in order.
+
+    `num_before`: how many the caller has taken of this model so far, of which every eighth was the
+    oldest.
+    """
+    resting = quotas.at_running_limit(connection)
+    paused = batches.paused(connection)
+    tenants = [tenant for tenant in _tenants(connection) if tenant not in resting]
+    heads = {
+        tenant: found
+        for tenant in tenants
+        if (found := _of_tenant(connection, tenant, model, paused, limit=limit, now=now))
+    }
+    ahead = _ahead(connection, model) if len(heads) > 1 else Counter()
+    elders: Sequence[tuple[str, str]] = ()
+    if any_eighth(num_before, limit) or len(tenants) >= MOST_TENANTS - len(resting):
+        # as many as there are places: some of them may come in another one
+        elders = _oldest(connection, model, resting, paused, limit=limit, now=now)
+    return list(merged(heads, ahead, elders, limit=limit, num_before=num_before))
+
+
+def any_eighth(num_before: int, limit: int) -> bool:
+    return (num_before + limit) // EIGHTH > num_before // EIGHTH
+
+
+Key = tuple[int, float, float, str]  # as QUEUE_ORDER: rank, due_at, created_at, id
+
+
+def merged(
+    queues: dict[str, list[Key]],  # of each tenant its best, in order
+    ahead: Counter[str],  # jobs of each tenant that run or are on the runway
+    oldest: Sequence[tuple[str, str]],  # ids and tenants
+    *,
+    limit: int,
+    num_before: int,
+) -> Iterator[str]:
+    """The order that the rule makes of them. Pure; uses its arguments up."""
+    waiting = {tenant: iter(queue) for tenant, queue in queues.items()}
+    heads: dict[str, Key] = {}
+    taken: set[str] = set()
+    elders = iter(oldest)
+
+    def advance(tenant: str) -> None:
+        following = next((key for key in waiting[tenant] if key[3] not in taken), None)
+        if following is None:
+            heads.pop(tenant, None)
+        else:
+            heads[tenant] = following
+
+    for tenant in waiting:
+        advance(tenant)
+    for place in range(num_before, num_before + limit):
+        elder = None
+        if place % EIGHTH == EIGHTH - 1 or not heads:
+            elder = next((each for each in elders if each[0] not in taken), None)
+        if elder is not None:
+            job_id, tenant = elder
+        elif heads:
+            tenant = min(heads, key=lambda each: (heads[each][0], ahead[each], heads[each]))
+            job_id = heads[tenant][3]
+        else:
+            return
+        taken.add(job_id)
+        ahead[tenant] += 1
+        if tenant in heads and heads[tenant][3] == job_id:
+            advance(tenant)
+        yield job_id
+
+
+def _waiting(query: Select[Any], model: str, paused: Sequence[str], now: float) -> Select[Any]:
+    query = query.where(jobs.c.model == model, QUEUED, jobs.c.published_at.is_(None), due(now))
+    if paused:
+        query = query.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(paused)))
+    return query
+
+
+def _tenants(connection: Connection) -> list[str]:
+    """Those with queued jobs, of whatever model: one step into the index for each."""
+    first = select(func.min(jobs.c.tenant_id).label("tenant")).where(QUEUED)
+    steps = first.cte("steps", recursive=True)
+    following = (
+        select(func.min(jobs.c.tenant_id))
+        .where(QUEUED, jobs.c.tenant_id > steps.c.tenant)
+        .scalar_subquery()
+    )
+    steps = steps.union_all(select(following).where(steps.c.tenant.is_not(None)))
+    found = select(steps.c.tenant).where(steps.c.tenant.is_not(None)).limit(MOST_TENANTS)
+    return list(connection.scalars(found))
+
+
+def _of_tenant(
+    connection: Connection,
+    tenant: str,
+    model: str,
+    paused: Sequence[str],
+    *,
+    limit: int,
+    now: float,
+) -> list[Key]:
+    query = _waiting(select(*QUEUE_ORDER).where(jobs.c.tenant_id == tenant), model, paused, now)
+    return [tuple(row) for row in connection.execute(query.order_by(*QUEUE_ORDER).limit(limit))]
+
+
+def _oldest(
+    connection: Connection,
+    model: str,
+    resting: Sequence[str],
+    paused: Sequence[str],
+    *,
+    limit: int,
+    now: float,
+) -> list[tuple[str, str]]:
+    query = (
+        _waiting(select(jobs.c.id, jobs.c.tenant_id), model, paused, now)
+        .order_by(jobs.c.created_at)
+        .limit(limit)
+    )
+    if resting:
+        query = query.where(jobs.c.tenant_id.not_in(resting))
+    return [(row.id, row.tenant_id) for row in connection.execute(query)]
+
+
+def _ahead(connection: Connection, model: str) -> Counter[str]:
+    """Of each tenant, how many run or are on the runway."""
+    num: Counter[str] = Counter()
+    # above 0: worded as a range, which an index answers on both databases
+    for state in (RUNNING, QUEUED & (jobs.c.published_at > literal(0.0))):
+        query = select(jobs.c.tenant_id, func.count()).where(jobs.c.model == model, state)
+        for tenant, count in connection.execute(query.group_by(jobs.c.tenant_id)):
+            num[tenant] += count
+    return num
