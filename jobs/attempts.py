@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, case, delete, func, insert, select, update
 
 from jobs.models import attempts, engine_deaths, tallies
-from jobs.rows import encode, given, insert_into
+from jobs.rows import encode, given, insert_into, picked
 
 FORGET_DEATHS_S = 30 * 86_400.0
 ROUND = 10_000  # most tallies one call adds up
@@ -207,7 +207,7 @@ def purge(connection: Connection, now: float) -> None:
     )
     some = select(tallies.c.id).limit(ROUND).with_for_update(skip_locked=True)
     taken: Counter[tuple[Any, ...]] = Counter()
-    gone = delete(tallies).where(tallies.c.id.in_(some)).returning(*tallies.c)
+    gone = delete(tallies).where(tallies.c.id.in_(picked(some))).returning(*tallies.c)
     for row in connection.execute(gone):
         taken[row.name, row.label] += row.amount
     count(connection, taken)
