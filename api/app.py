@@ -41,6 +41,7 @@ from api.routes import (
 )
 from api.services import Services
 from api.sql import Sql
+from api.traces import Traced
 from api.upload import Uploads
 from api.waiters import Waiters
 from jobs.celery_app import make_app
@@ -48,6 +49,7 @@ from jobs.database import Database
 from jobs.file_store import FileStore
 from jobs.redis_client import connect_async
 from jobs.settings import Settings
+from jobs.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.services = services
     app.add_middleware(Guard, services=services)
     app.add_middleware(Edge)
+    if services.tracing is not None:
+        app.add_middleware(Traced, tracing=services.tracing)
     errors.install(app)
     return app
 
@@ -183,6 +187,7 @@ def _wire(settings: Settings) -> Services:
         files=store,
         uploads=Uploads(store, disk, max_bytes=settings.max_file_bytes),
         redis=connect_async(settings.redis_url),
+        tracing=open_tracing(settings, "tokenmill-api"),
         feed=Feed(settings, connect_async(settings.redis_url, decode=False)),
         cpu=Pool(
             "the door check",

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import Request
 from sqlalchemy import Connection
@@ -19,7 +19,7 @@ from api.errors import ApiError, BadRequest, Conflict, NotFound, Overloaded, Una
 from api.feed import Transcript
 from api.query import read_header
 from api.services import Services
-from jobs import store
+from jobs import store, tracing
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord, NewJob
 from jobs.streams import Run, StreamMode
@@ -50,6 +50,8 @@ async def accept(
     body_sha256: bytes,
 ) -> store.Submitted:
     """Accept all of them or none. Raises Conflict."""
+    if (parent := tracing.current.get()) is not None:
+        new_jobs = [replace(job, trace_parent=parent) for job in new_jobs]
 
     def submit(connection: Connection, now: float) -> store.Submitted:
         return store.submit(

@@ -23,6 +23,7 @@ from api.waiters import Waiters
 from jobs.file_store import FileStore
 from jobs.keys import Principal
 from jobs.settings import Settings
+from jobs.tracing import Tracing
 
 HINTS_GRACE_S = 1.0
 TASKS_GRACE_S = 2.0
@@ -46,6 +47,7 @@ class Services:
     uploads: Uploads
     redis: redis.asyncio.Redis  # for health only
     feed: Feed
+    tracing: Tracing | None  # None: nobody asked for traces
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -58,6 +60,8 @@ class Services:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=TASKS_GRACE_S)
         self.hints.stop(HINTS_GRACE_S)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self.cpu.close()
         self.disk.close()
         self.sql.close()

@@ -68,6 +68,7 @@ class ClaimedJob:
     stream: str | None = None  # a StreamMode
     max_attempts: int = 1
     retry_on: str = ""  # error codes, separated by spaces
+    trace_parent: str | None = None
 
     def may_retry(self, code: ErrorCode) -> bool:
         """Whether another attempt follows one that fails like this."""

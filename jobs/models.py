@@ -79,6 +79,7 @@ class Job(Base):
     row_number: Mapped[int | None]  # of a batch's row: its place among them, from 0
     retry_on: Mapped[str] = mapped_column(server_default="engine_crash worker_lost")  # ErrorCodes
     not_before: Mapped[float | None]  # queued, it waits until then; null: for its turn alone
+    trace_parent: Mapped[str | None] = mapped_column(String(64))  # of the call; see jobs.tracing
 
 
 class Attempt(Base):

@@ -57,6 +57,7 @@ class NewJob:
     batch_id: str | None = None
     row_number: int | None = None  # in its batch
     stream: StreamMode | None = None  # its tokens are told while they come
+    trace_parent: str | None = None
     prompt_tokens: int = 0  # counted at the door; 0: not counted
     max_tokens: int = 0
 
@@ -110,6 +111,7 @@ class NewJob:
             retry_on=tuple(str(code) for code in RETRYABLE if code in self.retry_on),
             metadata=dict(self.metadata),
             stream=self.stream,
+            trace_parent=self.trace_parent,
             state=JobState.QUEUED,
             created_at=now,
             prompt_tokens=self.prompt_tokens,
@@ -140,6 +142,7 @@ class JobRecord:
     retry_on: tuple[str, ...] = tuple(map(str, RETRIED))  # codes of errors
     metadata: dict[str, str]
     stream: str | None = None  # a StreamMode
+    trace_parent: str | None = None
     state: JobState
     attempt: int = 0
     fence: int = 0

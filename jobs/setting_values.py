@@ -34,6 +34,8 @@ def variable(field_name: str) -> str:
     """The environment variable behind a field of Settings."""
     if field_name in ("database_url", "redis_url"):
         return field_name.upper()
+    if field_name == "otlp_endpoint":  # the name that all of OpenTelemetry has for it
+        return "OTEL_EXPORTER_OTLP_ENDPOINT"
     return f"TOKENMILL_{field_name.upper()}"
 
 

@@ -1,8 +1,8 @@
 """Every setting of a deployment, read once from the environment. No other file reads it.
 
-`DATABASE_URL` and `REDIS_URL` have their usual names, every other field is TOKENMILL_<FIELD>. Each
-field carries its one line of documentation, its unit and its bounds, so that docs/settings.md and
-`tokenmill doctor` say what the code checks.
+`DATABASE_URL`, `REDIS_URL` and OpenTelemetry's endpoint have their usual names, every other field
+is TOKENMILL_<FIELD>. Each field carries its one line of documentation, its unit and its bounds, so
+that docs/settings.md and `tokenmill doctor` say what the code checks.
 
 SettingsError
 """
@@ -249,6 +249,10 @@ class Settings:
     log_level: str = _setting(
         "info", "Least severe line logged.", choices=("debug", "info", "warning", "error")
     )
+    otlp_endpoint: str = _setting(
+        "", "Where OpenTelemetry traces go: the address of a collector that takes OTLP over HTTP. "
+        "Empty: nowhere.",
+    )  # fmt: skip
     log_format: str = _setting(
         "text", "Lines of the log: text, or an object of JSON each.", choices=("text", "json")
     )

@@ -1,5 +1,6 @@
 """One job in a worker's hands, under one fence: its prompt, the tokens it has, how far it is."""
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -45,6 +46,8 @@ class Attempt:
     num_seen: int = 0  # of these, by the last beat
     num_stored: int = 0  # of these, in the row's checkpoint
     num_left: int = 0  # in the row's checkpoint, and not of these
+    claimed_at: float = field(default_factory=time.monotonic)
+    running_at: float | None = None  # monotonic; given to the engine
     limit: str | None = None  # the time limit it ran into
     streaming: Streaming | None = None  # None: nobody hears of its tokens before its end
 

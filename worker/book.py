@@ -31,12 +31,14 @@ class Book:
 
     def __init__(
         self,
-        *,
         post: Callable[[Entry], None],  # to the ledger
         send: Callable[[Command], None],  # to the engine
+        *,
         max_jobs: int,
         max_crashes: int,
+        trace: Callable[[Attempt, Outcome], None] | None = None,  # how each attempt went
     ) -> None:
+        self._trace = trace
         self._post = post
         self._send = send
         self._max_jobs = max_jobs
@@ -127,6 +129,7 @@ class Book:
     def _run(self, attempt: Attempt) -> None:
         assert attempt.prompt is not None
         attempt.phase = Phase.RUNNING
+        attempt.running_at = time.monotonic()
         deadline_at = attempt.deadline_at
         self._send(
             Add(
@@ -191,6 +194,8 @@ class Book:
             *(outcome.prompt_tokens, outcome.completion_tokens),
             extra={"tenant": job.tenant_id},
         )
+        if self._trace is not None:
+            self._trace(attempt, outcome)
         succeeded = outcome.state == JobState.SUCCEEDED
         ending = Ending.SUCCEEDED if succeeded else Ending.FAILED
         self.end(attempt.delivery, ending, f"{outcome.code}: {outcome.message}")

@@ -24,7 +24,7 @@ from worker.book import Book
 from worker.delivery import Delivery, Ending
 from worker.ends import when_limited, when_refused
 from worker.entries import Cancel, Claim, Died, Entry, Insert, Waste
-from worker.generation import Limits, Refusal, outcome_of
+from worker.generation import Limits, Outcome, Refusal, outcome_of
 from worker.messages import Command, Delta, Ended, Ready, Refused, Stepped
 from worker.preparer import Preparer
 from worker.prompt import Prompt
@@ -50,13 +50,14 @@ class Dispatcher:
         tell: Callable[[list[Run]], None],  # whoever streams jobs
         max_jobs: int,
         max_crashes: int,
+        trace: Callable[[Attempt, Outcome], None] | None = None,  # how each attempt went
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._post = post
         self._wake = wake
         self._tell = tell
-        self._book = Book(post=post, send=send, max_jobs=max_jobs, max_crashes=max_crashes)
+        self._book = Book(post, send, max_jobs=max_jobs, max_crashes=max_crashes, trace=trace)
         self._lock = self._book.lock
         self._revoked: set[Delivery] = set()
         self._preparer = Preparer(tokenizer=tokenizer, post=post, prepared=self._prepared)

@@ -23,11 +23,13 @@ from jobs.records import WorkerInfo
 from jobs.retries import Backoff
 from jobs.settings import ModelEntry, Settings
 from jobs.streams import StreamWriter
+from jobs.tracing import open_tracing
 from worker.dispatcher import Dispatcher
 from worker.engine_client import EngineClient, EngineEvents, EngineStartError
 from worker.lease import LeaseKeeper
 from worker.ledger import Ledger
 from worker.progress import Progress
+from worker.traces import Traces
 from worker.watchdog import Watchdog
 
 HINT_PAUSE_S = 5.0  # after one that Redis did not take
@@ -79,6 +81,7 @@ class Parts:
             backoff=Backoff(base_s=settings.retry_base_s, most_s=settings.retry_most_s),
             announce=self._announce,
         )
+        self._tracing = open_tracing(settings, "tokenmill-worker")
         self.dispatcher = Dispatcher(
             model=model.name,
             tokenizer=tokenizer,
@@ -88,6 +91,7 @@ class Parts:
             tell=self._stream.send,
             max_jobs=max_jobs,
             max_crashes=settings.max_crashes,
+            trace=None if self._tracing is None else Traces(self._tracing).tell,
         )
         self._watchdog = Watchdog(
             dispatcher=self.dispatcher, engine=self.engine, stall_s=settings.stall_s
@@ -146,6 +150,8 @@ class Parts:
         if self._lease is not None:
             self._lease.stop()
         self._stream.close(STREAM_S)
+        if self._tracing is not None:
+            self._tracing.close()
         self._publisher.close()
         self._database.dispose()
 

@@ -25,7 +25,9 @@ def pins():
 
 def test_every_dependency_has_its_reason():
     text = (REPOSITORY / "docs" / "dependencies.md").read_text()
-    first_cells = re.findall(r"^\| (?:embedded \| |gpu \| |dev \| )?([^|]+?) \|", text, re.M)
+    first_cells = re.findall(
+        r"^\| (?:embedded \| |gpu \| |otel \| |dev \| )?([^|]+?) \|", text, re.M
+    )
     documented = {canonicalize_name(name) for cell in first_cells for name in cell.split(", ")}
     undocumented = required(*EXTRAS).keys() - documented
     assert {name for name in undocumented if not name.startswith("types-")} == set()
@@ -33,7 +35,7 @@ def test_every_dependency_has_its_reason():
 
 def test_what_tests_run_with_is_pinned_within_the_bounds():
     pinned = pins()
-    for name, requirement in required("embedded", "dev", "gpu").items():
+    for name, requirement in required("embedded", "dev", "gpu", "otel").items():
         assert requirement.specifier.contains(pinned[name]), (name, pinned[name])
 
 
@@ -42,6 +44,6 @@ def test_no_cuda_library_is_pinned():
 
 
 def test_each_bound_has_both_ends_but_for_tools():
-    for name, requirement in required("embedded", "gpu").items():
+    for name, requirement in required("embedded", "gpu", "otel").items():
         operators = {specifier.operator for specifier in requirement.specifier}
         assert operators in ({">=", "<"}, {"=="}) or name == "packaging", str(requirement)

@@ -35,13 +35,13 @@ class Report:
     text: str
 
 
-def start(folder: Path, model_dir: Path) -> Up:
+def start(folder: Path, model_dir: Path, environ: dict[str, str] | None = None) -> Up:
     """A service that asks for keys and serves its document."""
-    settings = {"auth": "keys", "openapi": "true", "kernels": "auto", "max_n": 4}
+    settings = {"auth": "keys", "openapi": "true", "max_n": 4}
     settings |= {"log_level": "debug", "log_format": "json"}
     # many of its calls come without a key on purpose
     settings["max_failed_keys_per_minute"] = 1_000_000
-    return start_up(folder, model_dir, **settings)
+    return start_up(folder, model_dir, environ=environ, **settings)
 
 
 def key_of(up: Up) -> str:
