@@ -81,13 +81,19 @@ def limits(timer: Timer, device: torch.device, sizes: Sizes) -> dict[str, float]
 
 
 def attention_case(
-    sizes: Sizes, device: torch.device, dtype: torch.dtype, queries: list[tuple[int, int]]
+    sizes: Sizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    queries: list[tuple[int, int]],
+    kept: torch.dtype | None = None,  # of the cache, where it is not the query's
 ) -> dict[str, Any]:
     """Sequences of (query length, length) in shuffled blocks of 16."""
     counts = [-(-length // 16) for _, length in queries]
     total = sum(counts)
     shape = (total, sizes.kv_heads, 2, 16, sizes.head_dim)
     cache = torch.empty(shape, device=device, dtype=dtype).normal_()
+    if kept is not None:
+        cache = in_8_bits(cache, kept)
     order = torch.randperm(total, device=device, dtype=torch.int32)
     tables = torch.zeros(len(queries), max(counts), device=device, dtype=torch.int32)
     start = 0
@@ -107,14 +113,35 @@ def attention_case(
     }
 
 
+def in_8_bits(cache: Tensor, kept: torch.dtype) -> Tensor:
+    """As `reference.store_kv` keeps it, a few blocks at a time: a cache may fill half a GPU."""
+    lanes = []
+    for blocks in torch.tensor_split(cache, -(-len(cache) // 4096)):
+        parts = reference.in_8_bits(blocks, kept)
+        lanes.append(torch.cat([x.contiguous().view(torch.int8).flatten(3) for x in parts], -1))
+    return torch.cat(lanes).view(*cache.shape[:4], -1).view(kept)
+
+
+def numbers_of(cache: Tensor) -> Tensor:
+    """What a cache holds, in float64."""
+    if cache.itemsize > 1:
+        return cache.double()
+    shape = (*cache.shape[:4], cache.shape[4] - 4)
+    lanes = cache.view(torch.int8).flatten(3)
+    behind = shape[3] * shape[4]
+    numbers = lanes[..., :behind].contiguous().view(cache.dtype).double().view(shape)
+    scales = lanes[..., behind:].contiguous().view(torch.float32)
+    return numbers * scales.double().unsqueeze(-1)
+
+
 def attention_in_float64(case: dict[str, Any], scale: float) -> Tensor:
     tables, cu = case["block_tables"], case["cu_query_lens"].tolist()
     out = []
     for n, length in enumerate(case["seq_lens"].tolist()):
         chunk = case["query"][cu[n] : cu[n + 1]].double()
         blocks = tables[n, : -(-length // 16)].long()
-        held = case["kv_cache"][blocks].double().permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
-        keys, values = held
+        held = numbers_of(case["kv_cache"][blocks]).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        keys, values = held[:, :, :length]
         grouped = chunk.unflatten(1, (len(keys), -1))
         scores = torch.einsum("qhgd,hkd->hgqk", grouped, keys) * scale
         at = torch.arange(length, device=keys.device)
@@ -140,9 +167,11 @@ def proofs(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Row]:
     scale = sizes.head_dim**-0.5
     longest = max(sizes.prompts[0], 40)
     for queries in ([(1, longest), (1, 3), (1, 17)], [(longest - 7, longest), (1, 33), (5, 20)]):
-        case = attention_case(sizes, device, dtype, queries)
-        found = kernels.paged_attention(**case, scale=scale)
-        check(f"paged_attention {queries}", found, attention_in_float64(case, scale))
+        for kept in (None, *types_of_8_bits(device)):
+            case = attention_case(sizes, device, dtype, queries, kept)
+            found = kernels.paged_attention(**case, scale=scale)
+            name = f"paged_attention {queries} {kept or dtype}"
+            check(name, found, attention_in_float64(case, scale))
     x, residual, weight = random(7, sizes.hidden), random(7, sizes.hidden), random(sizes.hidden)
     total = (x + residual).double()
     norm = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -169,8 +198,41 @@ def proofs(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Row]:
     rows_8, row_scales = fp8.quantize_rows(inputs)
     wanted = (rows_8.double() * row_scales.double()) @ (values.double() * scales.double()).T
     check("fp8_linear", kernels.fp8_linear(inputs, values, scales.T.contiguous(), None), wanted)
+    prove_stores(check, random, kernels, sizes)
     rows += draw_proofs(kernels, device, sizes.vocab)
     return rows
+
+
+def prove_stores(
+    check: Callable[[str, Tensor, Tensor, float], None],
+    random: Callable[..., Tensor],
+    kernels: Kernels,
+    sizes: Sizes,
+) -> None:
+    """Keys turned and values stored, in the model's type and in 8 bits."""
+    key, value = random(2, 9, sizes.kv_heads, sizes.head_dim)
+    device, dtype = key.device, key.dtype
+    angles = torch.rand(9, sizes.head_dim // 2, device=device) * 100
+    low, high = key.double().chunk(2, -1)
+    cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    slots = torch.randperm(64, device=device)[:9]
+    steps = {torch.int8: 1 / 127, torch.float8_e4m3fn: 1 / 15}
+    for kept in (dtype, *types_of_8_bits(device)):
+        width = sizes.head_dim + (4 if kept.itemsize == 1 else 0)
+        cache = torch.zeros(4, sizes.kv_heads, 2, 16, width, device=device, dtype=kept)
+        query = random(9, sizes.heads, sizes.head_dim)
+        kernels.rotary_store_kv(query, key.clone(), value, angles.cos(), angles.sin(), cache, slots)
+        held = numbers_of(cache).permute(0, 3, 2, 1, 4).flatten(0, 1)[slots]
+        wanted = torch.stack((turned, value.double()), 1)
+        allowed = steps.get(kept, 16 * torch.finfo(dtype).eps)
+        check(f"rotary_store_kv {kept}", held, wanted, allowed)
+
+
+def types_of_8_bits(device: torch.device) -> list[torch.dtype]:
+    """That a cache may have on a device."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    return [torch.int8] if old else [torch.int8, torch.float8_e4m3fn]
 
 
 def draw_proofs(kernels: Kernels, device: torch.device, vocab: int) -> list[Row]:
@@ -205,6 +267,19 @@ def timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) 
                 }
             )  # fmt: skip
             del case
+    context = sizes.contexts[-1] if len(sizes.contexts) == 1 else 4096
+    for kept in types_of_8_bits(device):
+        batch = sizes.batches[-2]
+        case = attention_case(sizes, device, dtype, [(1, context)] * batch, kept)
+        seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]
+        size = batch * context * 2 * sizes.kv_heads * (sizes.head_dim + 4)
+        rows.append(
+            {
+                "kernel": f"decode attention, {kept} cache", "batch": batch, "context": context,
+                "ms": seconds * 1e3, "gb_s": size / seconds / 1e9,
+            }
+        )  # fmt: skip
+        del case
     for length in sizes.prompts:
         case = attention_case(sizes, device, dtype, [(length, length)])
         seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]

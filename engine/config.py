@@ -21,9 +21,9 @@ class EngineConfig:
     # of weights that a checkpoint has in 16 bits or more: int8, by a CPU's compiled kernels or on a
     # GPU; there int4, and fp8 with what they are multiplied by, too
     quantization: str = "none"
-    # on a CPU another type for the KV cache: int8 has a scale for each token's key, and value, of a
-    # head; auto is what dtype says, but float16, or bfloat16 where the CPU multiplies it, where
-    # that is auto and weights are in 8 bits
+    # another type for the KV cache: int8, and on a GPU fp8, have a scale for each token's key, and
+    # value, of a head; the others are a CPU's. auto is what dtype says, but on a CPU float16, or
+    # bfloat16 where it multiplies that, where dtype is auto and weights are in 8 bits
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"  # auto: compiled ones where they run; reference: plain PyTorch
     device: str = "auto"  # auto, cpu, cuda, cuda:N
@@ -62,9 +62,9 @@ class EngineConfig:
             raise ValueError(
                 f"quantization must be none, int8, int4 or fp8, got {self.quantization!r}"
             )
-        if self.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", "int8"):
+        if self.kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16", "int8", "fp8"):
             raise ValueError(
-                f"kv_cache_dtype must be auto, float32, float16, bfloat16 or int8, "
+                f"kv_cache_dtype must be auto, float32, float16, bfloat16, int8 or fp8, "
                 f"got {self.kv_cache_dtype!r}"
             )
         if self.kernels not in ("auto", "reference"):

@@ -26,11 +26,11 @@ class KVCacheShape:
 
     layers: tuple[LayerShape, ...]
     block_size: int  # tokens
-    dtype: torch.dtype  # int8: with a scale for each token's key, and value, of a head
+    dtype: torch.dtype  # of 8 bits: with a scale for each token's key, and value, of a head
 
     def width(self, layer: LayerShape) -> int:
         """Numbers that a token's key, or value, of a head takes up, its scale included."""
-        return layer.head_dim + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+        return layer.head_dim + (SCALE_BYTES if self.dtype.itemsize == 1 else 0)
 
     @property
     def block_bytes(self) -> int:

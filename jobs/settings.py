@@ -86,10 +86,11 @@ class Settings:
     )
     kv_cache_dtype: str = _setting(
         "auto",
-        "Type of a CPU's KV cache; auto is what TOKENMILL_DTYPE says, but float16, or bfloat16 "
-        "where the CPU multiplies it, where that is auto and weights are in 8 bits. int8 has a "
-        "scale for each token and head.",
-        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+        "Type of the KV cache; auto is what TOKENMILL_DTYPE says, but on a CPU float16, or "
+        "bfloat16 where it multiplies that, where that is auto and weights are in 8 bits. int8 and "
+        "fp8 have a scale for each token and head; fp8 is a GPU's, from compute capability 8.9 on, "
+        "the other types are a CPU's.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
     )
     kernels: str = _setting(
         "auto",

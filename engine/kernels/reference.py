@@ -9,11 +9,12 @@ from torch import Tensor
 
 NO_SLOT = -1  # of a token that a step was padded with: what it makes is stored nowhere
 LEAST_IN_8_BITS = 1e-35  # the largest number of a key or value that is not kept as zeros
+LARGEST_IN_8_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def paged_attention(
     query: Tensor,  # [T, H, D] the step's tokens, all sequences end to end
-    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] keys at 0, values at 1, in any type
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] keys at 0, values at 1
     block_tables: Tensor,  # [N, max_blocks], right-padded with anything
     cu_query_lens: Tensor,  # [N + 1], sequence n's tokens are query[cu[n]:cu[n + 1]]
     seq_lens: Tensor,  # [N] tokens in the cache, this step's included
@@ -30,7 +31,8 @@ def paged_attention(
     never read: a stale NaN in them cannot leak.
 
     Source: Kwon et al. 2023 (PagedAttention), section 4.1. The soft cap is Gemma 2's (Gemma Team
-    2024), the sinks are gpt-oss' (after Xiao et al. 2023).
+    2024), the sinks are gpt-oss' (after Xiao et al. 2023). The cache may be of any type; how one of
+    8 bits lies in memory, `store_kv` says.
     """
     num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
     out = torch.empty_like(query)
@@ -39,7 +41,8 @@ def paged_attention(
         return out
     # one row per (block, head, key or value): a gather of rows writes [H_kv, 2, length, D] in one
     # pass, into memory that every sequence reuses; fresh memory would cost more in page faults
-    rows = kv_cache.view(-1, block_size * kv_cache.shape[4])
+    kept = kv_cache if kv_cache.itemsize > 1 else kv_cache.view(torch.int8)
+    rows = kept.view(-1, block_size * kv_cache.shape[4])
     lanes = torch.arange(num_kv_heads * 2, device=query.device).unsqueeze(1)
     scratch = rows.new_empty((num_kv_heads * 2 * -(-max(lengths) // block_size), rows.shape[1]))
     for n, seq_len in enumerate(lengths):
@@ -52,9 +55,10 @@ def paged_attention(
         blocks = block_tables[n, first_block : -(-seq_len // block_size)].long()
         index = (blocks * (num_kv_heads * 2) + lanes).flatten()
         gathered = torch.index_select(rows, 0, index, out=scratch[: index.numel()])
-        held = gathered.view(num_kv_heads, 2, -1, kv_cache.shape[4])
+        gathered = gathered.view(kv_cache.dtype)
+        held = _numbers(gathered.view(num_kv_heads, 2, len(blocks), block_size, -1))
         origin = first_block * block_size  # the position of held[..., 0, :]
-        held = _numbers(held[:, :, first - origin : seq_len - origin])
+        held = held[:, :, first - origin : seq_len - origin]
         if softcap is None and sinks is None:
             out[chunk] = _attend(query[chunk], held, scale, sliding_window)
         else:
@@ -128,44 +132,62 @@ def _visible(
 def store_kv(
     key: Tensor,  # [T, H_kv, D]
     value: Tensor,  # [T, H_kv, D]
-    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed; int8 [… D + 4]
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D], changed; of 8 bits [… D + 4]
     slot_mapping: Tensor,  # [T] int64, block × block_size + place in the block, or NO_SLOT
 ) -> None:
-    """Write each token's key and value into its slot, none twice, in the cache's type."""
+    """Write each token's key and value into its slot, none twice, in the cache's type.
+
+    In 8 bits (int8, float8_e4m3fn) a head's keys of a block lie side by side, behind them the
+    float32 by which each of them is multiplied; and likewise its values.
+    """
     block_size = kv_cache.shape[3]
     stored = slot_mapping != NO_SLOT
     if not stored.all():
         key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
     block, place = slot_mapping // block_size, slot_mapping % block_size
     for i, x in enumerate((key, value)):
-        kept = _in_8_bits(x) if kv_cache.dtype == torch.int8 else x.to(kv_cache.dtype)
-        kv_cache[block, :, i, place] = kept
+        if kv_cache.dtype not in LARGEST_IN_8_BITS:
+            kv_cache[block, :, i, place] = x.to(kv_cache.dtype)
+            continue
+        numbers, scales = in_8_bits(x, kv_cache.dtype)
+        lane = kv_cache.view(torch.int8)[:, :, i].flatten(2).transpose(1, 2)
+        behind = block_size * x.shape[2]
+        for part, begin in ((numbers, 0), (scales, behind)):
+            bytes_of = part.contiguous().view(torch.int8).transpose(1, 2)
+            at = begin + place[:, None] * bytes_of.shape[1]
+            at = at + torch.arange(bytes_of.shape[1], device=at.device)
+            lane[block[:, None], at] = bytes_of
 
 
-def _in_8_bits(
+def in_8_bits(
     x: Tensor,  # [..., D]
-) -> Tensor:  # [..., D + 4] int8, the last four bytes a float32
-    """Each row's largest number as ±127, all rounded to the nearest, and the scale they are given.
+    dtype: torch.dtype,  # of LARGEST_IN_8_BITS
+) -> tuple[Tensor, Tensor]:  # [..., D], [..., 1] float32
+    """Each row's largest number as the type's largest, all to the nearest; and the scale.
 
     What is not a number, or infinite, makes the scale no number.
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    scale = torch.where(largest.isfinite(), largest / LARGEST_IN_8_BITS[dtype], torch.nan)
     # of smaller numbers the scale would lose digits: they are kept as zeros
     scale = torch.where(largest < LEAST_IN_8_BITS, 0.0, scale)
-    rounded = torch.where(scale > 0, x / scale, 0.0).round().to(torch.int8)
-    return torch.cat((rounded, scale.view(torch.int8)), dim=-1)
+    numbers = torch.where(scale > 0, x / scale, 0.0)
+    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scale
 
 
 def _numbers(
-    held: Tensor,  # [..., D], or int8 [..., D + 4]
-) -> Tensor:  # [..., D]
-    """What a cache holds, as it is used."""
-    if held.dtype != torch.int8:
-        return held
-    rounded, scale = held[..., :-4], held[..., -4:]
-    return rounded.float() * scale.contiguous().view(torch.float32)
+    blocks: Tensor,  # [H_kv, 2, M, block_size, D], or of 8 bits [… D + 4]
+) -> Tensor:  # [H_kv, 2, M × block_size, D]
+    """What blocks of a cache hold, as it is used."""
+    if blocks.dtype not in LARGEST_IN_8_BITS:
+        return blocks.flatten(2, 3)
+    block_size, head_dim = blocks.shape[3], blocks.shape[4] - 4
+    flat = blocks.flatten(3)
+    numbers = flat[..., : block_size * head_dim].float().view(*blocks.shape[:4], head_dim)
+    scales = flat[..., block_size * head_dim :].contiguous().view(torch.float32)
+    held: Tensor = numbers * scales.unsqueeze(-1)
+    return held.flatten(2, 3)
 
 
 def copy_blocks(

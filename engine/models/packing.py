@@ -43,11 +43,17 @@ def cache_dtype(config: EngineConfig, device: torch.device, computed: torch.dtyp
     if name == "auto":
         small = config.quantization == "int8" and config.dtype == "auto"
         return _small_cache_dtype() if small and device.type == "cpu" else computed
-    kept = torch.int8 if name == "int8" else DTYPES[name]
-    if device.type != "cpu" and kept != computed:
+    kept = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(name) or DTYPES[name]
+    if device.type == "cpu":
+        if name == "fp8":
+            raise ValueError("kv_cache_dtype fp8 needs a GPU")
+    elif kept.itemsize > 1 and kept != computed:
         raise ValueError(
-            f"kv_cache_dtype {name} needs a CPU: on {device} the KV cache has the model's type"
+            f"kv_cache_dtype {name} needs a CPU: on {device} the KV cache has the model's type, "
+            "or is int8 or fp8"
         )
+    elif name == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later")
     return kept
 
 

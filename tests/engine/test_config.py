@@ -17,7 +17,7 @@ def test_a_known_device_is_taken(device):
     [
         ("model", "", "checkpoint folder"),
         ("dtype", "float64", "float32, bfloat16 or float16"),
-        ("kv_cache_dtype", "int4", "float32, float16, bfloat16 or int8"),
+        ("kv_cache_dtype", "int4", "float32, float16, bfloat16, int8 or fp8"),
         ("device", "tpu", "cuda:N"),
         ("device", "cuda:", "cuda:N"),
         ("block_size", 0, "at least 1"),

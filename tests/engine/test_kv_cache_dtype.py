@@ -37,14 +37,23 @@ def test_which_type_it_has(settings, kept):
     assert cache_dtype(config, CPU, computed) == kept
 
 
-def test_on_a_gpu_it_has_the_models_type_or_none():
+def test_on_a_gpu_it_has_the_models_type_or_8_bits(monkeypatch):
     for settings in ({"kv_cache_dtype": "bfloat16"}, {"quantization": "int8"}):
         config = EngineConfig(model="m", **settings)
         assert cache_dtype(config, GPU, torch.bfloat16) == torch.bfloat16
-    for name in ("int8", "float16"):
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name, kept in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         config = EngineConfig(model="m", kv_cache_dtype=name)
-        with pytest.raises(ValueError, match=f"kv_cache_dtype {name} needs a CPU: on cuda:0"):
-            cache_dtype(config, GPU, torch.bfloat16)
+        assert cache_dtype(config, GPU, torch.bfloat16) == kept
+    capability = (8, 6)
+    with pytest.raises(ValueError, match=r"fp8 needs a GPU of compute capability 8\.9"):
+        cache_dtype(config, GPU, torch.bfloat16)
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8 needs a GPU"):
+        cache_dtype(config, CPU, torch.float32)
+    config = EngineConfig(model="m", kv_cache_dtype="float16")
+    with pytest.raises(ValueError, match="kv_cache_dtype float16 needs a CPU: on cuda:0"):
+        cache_dtype(config, GPU, torch.bfloat16)
 
 
 def test_as_much_memory_holds_more_blocks(tiny_llama_dir):

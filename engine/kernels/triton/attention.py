@@ -41,7 +41,7 @@ class Launch:
 
 def paged_attention(
     query: Tensor,  # [T, H, D] float16, bfloat16 or float32; a token's heads may lie apart
-    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] contiguous
+    kv_cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D] contiguous; of 8 bits [… D + 4]
     block_tables: Tensor,  # [N, max_blocks] int32, right-padded with anything
     cu_query_lens: Tensor,  # [N + 1] int32
     seq_lens: Tensor,  # [N] int32
@@ -50,17 +50,15 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [H]
-    kv_scales: Tensor | None = None,  # [2, H_kv] float32: × a stored number is the key's, value's
 ) -> Tensor:  # [T, H, D]
     """What `reference.paged_attention` computes; sources in `attention_kernels`.
 
-    With scales the cache is int8 or float8_e4m3fn (from compute capability 8.9 on).
+    The cache may be int8, or float8_e4m3fn (from compute capability 8.9 on).
 
     Sequences without a query token are passed over, so that a batch may be padded with them. The
     products of float16 and bfloat16 are summed in float32, weights rounded to the query's type.
     """
     if query.shape[2] > WIDEST_HEAD:
-        assert kv_scales is None
         return reference.paged_attention(
             query, kv_cache, block_tables, cu_query_lens, seq_lens,
             scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
@@ -75,7 +73,7 @@ def paged_attention(
         for launch in _launches(query, kv_cache, block_tables, device_of(query.device)):
             _run(
                 launch, out, query, kv_cache, block_tables, cu_query_lens, seq_lens,
-                scale, sliding_window, softcap, sinks, kv_scales,
+                scale, sliding_window, softcap, sinks,
             )  # fmt: skip
     return out
 
@@ -90,7 +88,14 @@ def _launches(
     group = num_heads // num_kv_heads
     width = padded(head_dim)
     most_splits = min(MAX_SPLITS, -(-max_keys // SHORTEST_SPLIT))
-    tiles = choose_tiles(many=False, width=width, itemsize=query.itemsize, device=device)
+
+    def tiles_for(*, many: bool) -> Tiles:
+        scaled = kv_cache.itemsize == 1
+        return choose_tiles(
+            many=many, width=width, itemsize=query.itemsize, scaled=scaled, device=device
+        )
+
+    tiles = tiles_for(many=False)
     few = min(_few(num_tokens, num_sequences), tiles.rows // group)
     launches = []
     if few > 0:
@@ -106,7 +111,7 @@ def _launches(
             )
         )
     if few == 0 or num_tokens > num_sequences:
-        tiles = choose_tiles(many=True, width=width, itemsize=query.itemsize, device=device)
+        tiles = tiles_for(many=True)
         num_tiles = -(-num_tokens * group // tiles.rows)
         # only where tiles of rows leave processors idle: parts of many rows take much memory
         idle = 2 * device.num_processors // (num_tiles * num_kv_heads)
@@ -145,11 +150,11 @@ def _run(
     sliding_window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    kv_scales: Tensor | None,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
     split = launch.max_splits > 1
+    scaled = kv_cache.itemsize == 1
     parts = part_logs = out  # not looked at
     if split:
         shape = (launch.num_slots, num_heads, launch.max_splits)
@@ -167,7 +172,7 @@ def _run(
     attend[(launch.num_programs,)](
         out, parts, part_logs, query, kv_cache, block_tables, cu_query_lens, seq_lens,
         query if sinks is None else sinks,
-        query if kv_scales is None else kv_scales,
+        scales_of(kv_cache) if scaled else query,
         scale * (1 if softcap else LOG2_E),
         softcap or 0.0,
         query.stride(0), query.stride(1), block_tables.stride(0),
@@ -177,7 +182,7 @@ def _run(
         ROWS=launch.tiles.rows,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
-        SCALED=kv_scales is not None,
+        SCALED=scaled,
         SPLIT=split,
         num_warps=launch.tiles.num_warps,
         num_stages=launch.tiles.num_stages,
@@ -192,6 +197,13 @@ def _run(
             num_warps=4,
             **common,
         )  # fmt: skip
+
+
+def scales_of(
+    kv_cache: Tensor,  # of 8 bits
+) -> Tensor:  # [bytes / 4] float32
+    """The same memory, as what stands behind the keys and values of each block."""
+    return kv_cache.view(torch.int8).view(-1).view(torch.float32)
 
 
 def padded(head_dim: int) -> int:

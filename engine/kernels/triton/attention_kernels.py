@@ -46,17 +46,15 @@ def attend_keys(
     end,
     table,  # of the sequence
     head_cache,  # of the KV head, in block 0
+    head_scales,  # of keys and values in 8 bits there
     scale,  # of scores; where there is no cap, in powers of two
     softcap,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    VALUES: tl.constexpr,  # how far behind a block's keys its values lie
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
     MASKED: tl.constexpr,  # some row does not see some key
-):
+):  # fmt: skip
     """Take the keys from begin to end into the rows' totals."""
     acc, weight, peak = totals
     d = tl.arange(0, WIDTH)
@@ -68,15 +66,20 @@ def attend_keys(
         else:
             there = keys >= 0
             block = tl.load(table + keys // BLOCK_SIZE)
-        at = head_cache + block.to(tl.int64) * BLOCK_STRIDE + keys % BLOCK_SIZE * D
+        block = block.to(tl.int64)
+        at = head_cache + block * BLOCK_STRIDE + keys % BLOCK_SIZE * D
         if MASKED or D < WIDTH:
             mask = there[:, None] & (d < D)[None, :]
             k = tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
-            v = tl.load(at[:, None] + (BLOCK_SIZE * D + d)[None, :], mask=mask, other=0.0)
+            v = tl.load(at[:, None] + (VALUES + d)[None, :], mask=mask, other=0.0)
         else:
             k = tl.load(at[:, None] + d[None, :])
-            v = tl.load(at[:, None] + (BLOCK_SIZE * D + d)[None, :])
+            v = tl.load(at[:, None] + (VALUES + d)[None, :])
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if SCALED:
+            at = head_scales + block * (BLOCK_STRIDE // 4) + keys % BLOCK_SIZE
+            scores *= tl.load(at, mask=there, other=0.0)[None, :]
+            v = v.to(tl.float32) * tl.load(at + VALUES // 4, mask=there, other=0.0)[:, None]
         if SOFTCAP:
             scores = cap(scores, softcap)
         if MASKED:
@@ -119,7 +122,7 @@ def attend(
     part_logs,  # [N × few or T, H, max_splits] float32, log2 of what a part's weights sum to
     query, kv_cache, block_tables, cu_query_lens, seq_lens,  # as `paged_attention` has them
     sinks,  # [H], or anything
-    kv_scales,  # [2, H_kv] float32, of stored keys and values; or anything
+    kv_scales,  # the cache as float32, where it is of 8 bits; or anything
     scale, softcap,
     token_stride, head_stride,  # of query
     table_stride, num_sequences,
@@ -133,6 +136,7 @@ def attend(
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, MANY: tl.constexpr,
     SPLIT: tl.constexpr,  # keys may be split
 ):  # fmt: skip
+    VALUES: tl.constexpr = BLOCK_SIZE * (D + 4 if SCALED else D)  # a block's keys of a head
     _, _, total = find_item(
         0, cu_query_lens, seq_lens, num_sequences, max_splits, few,
         GROUP, ROWS, KEYS, SHORTEST, WINDOW, MANY,
@@ -145,7 +149,7 @@ def attend(
             GROUP, ROWS, KEYS, SHORTEST, WINDOW, MANY,
         )  # fmt: skip
         query_len, seq_len = lengths
-        rows = tile * ROWS + tl.arange(0, ROWS)
+        rows, in_head = tile * ROWS + tl.arange(0, ROWS), kv_head * 2 * VALUES
         token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
         held = token < query_len
         totals = nothing_seen(sinks, head, held, split == 0, ROWS, WIDTH, SINKS)
@@ -154,29 +158,25 @@ def attend(
             held, seq_len - query_len + token,
             keys_seen(lengths, tile, split, max_splits, GROUP, ROWS, KEYS, SHORTEST, WINDOW),
             block_tables + n.to(tl.int64) * table_stride,
-            kv_cache + kv_head * 2 * BLOCK_SIZE * D,
-            scale * tl.load(kv_scales + kv_head) if SCALED else scale,
-            softcap, D, WIDTH, KEYS, BLOCK_SIZE, KV_HEADS * 2 * BLOCK_SIZE * D, WINDOW, SOFTCAP,
+            kv_cache + in_head, kv_scales + (in_head + BLOCK_SIZE * D) // 4, scale, softcap,
+            D, WIDTH, KEYS, BLOCK_SIZE, KV_HEADS * 2 * VALUES, VALUES, WINDOW, SOFTCAP, SCALED,
         )  # fmt: skip
-        if SCALED:
-            acc *= tl.load(kv_scales + KV_HEADS + kv_head)
         row = (start + token).to(tl.int64) * (KV_HEADS * GROUP) + head
         if SPLIT and num_splits > 1:
             slot = (start if MANY else n * few) + token
             part = (slot.to(tl.int64) * (KV_HEADS * GROUP) + head) * max_splits + split
-            store_rows(parts, part, acc, weight, held, D, WIDTH)
-            # of a part of which a row saw nothing -inf, like its peak
-            seen = tl.where(weight == 0, 1.0, weight)
-            tl.store(part_logs + part, peak + tl.log2(seen), mask=held)
+            store_part(parts, part_logs, part, acc, weight, peak, held, D, WIDTH)
         else:
             store_rows(out, row, acc, weight, held, D, WIDTH)
 
 
 @triton.jit
 def attend_split(
-    totals, query, row_starts, held, positions, keys, table, head_cache, scale, softcap,
+    totals, query, row_starts, held, positions, keys, table, head_cache, head_scales,
+    scale, softcap,
     D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, VALUES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """A tile's rows against (begin, whole, end) of its keys; masks only where a row misses one."""
     d = tl.arange(0, WIDTH)
@@ -185,13 +185,23 @@ def attend_split(
     begin, whole, end = keys
     if WINDOW == 0:
         totals = attend_keys(
-            totals, q, positions, begin, whole, table, head_cache, scale, softcap,
-            D, WIDTH, KEYS, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, False,
+            totals, q, positions, begin, whole, table, head_cache, head_scales, scale, softcap,
+            D, WIDTH, KEYS, BLOCK_SIZE, BLOCK_STRIDE, VALUES, WINDOW, SOFTCAP, SCALED, False,
         )  # fmt: skip
     return attend_keys(
-        totals, q, positions, whole, end, table, head_cache, scale, softcap,
-        D, WIDTH, KEYS, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, True,
+        totals, q, positions, whole, end, table, head_cache, head_scales, scale, softcap,
+        D, WIDTH, KEYS, BLOCK_SIZE, BLOCK_STRIDE, VALUES, WINDOW, SOFTCAP, SCALED, True,
     )  # fmt: skip
+
+
+@triton.jit
+def store_part(
+    parts, part_logs, part, acc, weight, peak, held, D: tl.constexpr, WIDTH: tl.constexpr
+):
+    store_rows(parts, part, acc, weight, held, D, WIDTH)
+    # of a part of which a row saw nothing -inf, like its peak
+    seen = tl.where(weight == 0, 1.0, weight)
+    tl.store(part_logs + part, peak + tl.log2(seen), mask=held)
 
 
 @triton.jit

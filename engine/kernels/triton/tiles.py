@@ -54,6 +54,11 @@ MANY_ROWS = {
         256: Tiles(rows=32, keys=32, num_warps=4),
     },
 }
+# over keys and values in 8 bits, which become numbers in registers
+MANY_ROWS_IN_8_BITS = {
+    9: {256: Tiles(rows=64, keys=16, num_warps=8)},
+    10: {256: Tiles(rows=32, keys=32, num_warps=8)},
+}
 FLOAT32 = {
     64: Tiles(rows=32, keys=32, num_warps=4),
     128: Tiles(rows=16, keys=32, num_warps=4),
@@ -67,6 +72,7 @@ def choose_tiles(
     many: bool,  # rows, more than one token's
     width: int,  # of a head, padded to a power of two
     itemsize: int,  # of a query's number
+    scaled: bool,  # keys and values are in 8 bits
     device: Device,
 ) -> Tiles:
     """For heads no wider than WIDEST_HEAD."""
@@ -75,4 +81,5 @@ def choose_tiles(
         return FLOAT32[width]
     if not many:
         return FEW_ROWS[width]
-    return MANY_ROWS[device.generation][width]
+    small = MANY_ROWS_IN_8_BITS.get(device.generation, {}) if scaled else {}
+    return small.get(width, MANY_ROWS[device.generation][width])

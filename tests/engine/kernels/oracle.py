@@ -1,5 +1,6 @@
 """The kernels again, one token and one head at a time, in float64: slow, and hard to get wrong."""
 
+import itertools
 import math
 
 import torch
@@ -39,6 +40,22 @@ def paged_attention(
                 total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
                 out[t, head] = weights @ values / total
     return out
+
+
+def in_8_bits(
+    cache: Tensor,  # [num_blocks, H_kv, 2, block_size, D + 4]
+) -> tuple[Tensor, Tensor]:  # [num_blocks, H_kv, 2, block_size, D], [… 1] float64
+    """What a cache of 8 bits holds, byte by byte, and what each of it is multiplied by."""
+    shape = (*cache.shape[:4], cache.shape[4] - 4)
+    numbers = torch.empty(shape, dtype=torch.float64)
+    scales = torch.empty((*shape[:4], 1), dtype=torch.float64)
+    for block, head, kind in itertools.product(*map(range, shape[:3])):
+        lane = cache.view(torch.int8)[block, head, kind].flatten().cpu()
+        kept = lane[: shape[3] * shape[4]].view(cache.dtype)
+        numbers[block, head, kind] = kept.double().view(shape[3:])
+        behind = lane[shape[3] * shape[4] :].clone().view(torch.float32)
+        scales[block, head, kind, :, 0] = behind.double()
+    return numbers, scales
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

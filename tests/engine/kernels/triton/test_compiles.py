@@ -44,6 +44,11 @@ CASES = [(head_dim, *case) for head_dim, cases in ATTENTION.items() for case in 
 pytestmark = pytest.mark.parametrize("capability", CAPABILITIES)
 
 
+def kv_cache(num_blocks, num_kv_heads, head_dim, dtype):
+    width = head_dim + 4 if dtype.itemsize == 1 else head_dim
+    return torch.empty(num_blocks, num_kv_heads, 2, 16, width, dtype=dtype)
+
+
 def launch_attention(dtype, head_dim, *, window=None, softcap=None, sinks=False, kv_dtype=None):
     """A prompt's chunk beside decodes with long contexts: all four launches."""
     num_kv_heads, num_tokens, num_sequences = 2, 40, 16
@@ -51,7 +56,7 @@ def launch_attention(dtype, head_dim, *, window=None, softcap=None, sinks=False,
     fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     attention.paged_attention(
         fused[:, :num_heads],
-        torch.empty(2, num_kv_heads, 2, 16, head_dim, dtype=kv_dtype or dtype),
+        kv_cache(2, num_kv_heads, head_dim, kv_dtype or dtype),
         torch.zeros(num_sequences, 512, dtype=torch.int32),
         torch.zeros(num_sequences + 1, dtype=torch.int32),
         torch.zeros(num_sequences, dtype=torch.int32),
@@ -59,7 +64,6 @@ def launch_attention(dtype, head_dim, *, window=None, softcap=None, sinks=False,
         sliding_window=window,
         softcap=softcap,
         sinks=torch.empty(num_heads, dtype=dtype) if sinks else None,
-        kv_scales=None if kv_dtype is None else torch.empty(2, num_kv_heads),
     )
 
 
@@ -93,11 +97,18 @@ def test_attention(capability, head_dim, dtype, window, softcap, sinks):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_attention_over_eight_bits(capability, kv_dtype):
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.long), 128, 256])
+def test_attention_over_eight_bits(capability, head_dim, kv_dtype):
     if capability == 80 and kv_dtype == torch.float8_e4m3fn:
         pytest.skip("compute capability 8.0 has no float8")
-    kernels = compiled(capability, lambda: launch_attention(torch.bfloat16, 128, kv_dtype=kv_dtype))
+    kernels = compiled(
+        capability, lambda: launch_attention(torch.bfloat16, head_dim, kv_dtype=kv_dtype)
+    )
+    assert [kernel.name for kernel in kernels] == ["attend", "merge"] * 2
     check(kernels, capability)
+    for kernel in kernels[::2]:
+        assert any(unit in kernel.ptx for unit in ("mma.sync", "wgmma", "tcgen05"))
+        assert "cp.async" in kernel.ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -113,15 +124,16 @@ def test_kernels_beside_it(capability, dtype):
         fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
         query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), 1)
         norm.rms_norm(query, key[0, 0], 1e-6)
-        cache = torch.empty(4, num_kv_heads, 2, 16, head_dim, dtype=dtype)
+        cache = kv_cache(4, num_kv_heads, head_dim, dtype)
         slots = torch.zeros(num_tokens, dtype=torch.int64)
         for rotary_dim in (head_dim, head_dim // 2):
             angles = torch.empty(num_tokens, rotary_dim // 2)
             store.rotary_store_kv(query, key, value, angles, angles, cache, slots)
         store.store_kv(key, value, cache, slots)
-        scales = torch.empty(2, num_kv_heads)
         for kv_dtype in (torch.int8, torch.float8_e4m3fn)[: 1 if capability == 80 else 2]:
-            store.store_kv(key, value, cache.to(kv_dtype), slots, kv_scales=scales)
+            small = kv_cache(4, num_kv_heads, head_dim, kv_dtype)
+            store.store_kv(key, value, small, slots)
+            store.rotary_store_kv(query, key, value, angles, angles, small, slots)
         for num_copies in copy.MOST_COPIES:
             blocks = torch.zeros(num_copies, dtype=torch.int64)
             copy.copy_blocks(cache, blocks, blocks)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from engine.kernels import reference
 from engine.kernels.triton import attention, attention_items, attention_kernels, devices
 from engine.kernels.triton.attention import paged_attention
 from tests.engine.kernels import oracle
@@ -220,20 +221,33 @@ def test_a_decode_is_the_same_to_the_last_bit_whatever_is_beside_it(draw):
     assert torch.equal(alone, together[:1])
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_a_cache_of_eight_bits_with_scales_of_each_head(draw, kv_dtype):
-    queries = [(1, draw.randint(257, 300)), (20, 40), (1, 5)]
+def kept_in_8_bits(cache, kv_dtype):
+    """The cache in 8 bits, free slots no numbers; and what it then holds, in float64."""
+    numbers, scales = reference.in_8_bits(cache, kv_dtype)
+    lanes = [x.contiguous().view(torch.int8).flatten(3) for x in (numbers, scales)]
+    kept = torch.cat(lanes, -1).view(*cache.shape[:4], -1).view(kv_dtype)
+    return kept, numbers.double() * scales.double()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "block_size", "group"),
+    [
+        (torch.int8, 64, 16, 3), (torch.float8_e4m3fn, 80, 8, 1), (torch.int8, 96, 32, 8),
+        (torch.float8_e4m3fn, 128, 16, 4), (torch.int8, 256, 16, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_cache_of_eight_bits(draw, kv_dtype, head_dim, block_size, group):
+    queries = [(1, draw.randint(257, 300)), (draw.randint(5, 20), 40), (1, 5)]
     case = attention_case(
-        draw, head_dim=64, group=3, dtype=torch.float16, queries=queries, num_kv_heads=2
-    )
-    scales = torch.rand(2, 2) * 0.05 + 0.01
-    values = case["kv_cache"].float() / scales.T[:, :, None, None]
-    stored = values.nan_to_num(nan=torch.nan if kv_dtype.is_floating_point else 127)
-    stored = stored.clamp(-127, 127).round().to(kv_dtype)
-    case["kv_cache"] = stored
-    found = paged_attention(**case, kv_scales=scales)
-    case["kv_cache"] = stored.double() * scales.T[:, :, None, None]
-    torch.testing.assert_close(found.double(), in_float64(**case), rtol=2e-3, atol=2e-3)
+        draw, head_dim=head_dim, group=group, dtype=draw.choice(DTYPES), queries=queries,
+        block_size=block_size, num_kv_heads=2,
+    )  # fmt: skip
+    kept, held = kept_in_8_bits(case["kv_cache"], kv_dtype)
+    options = options_for(draw, case)
+    found = paged_attention(**case | {"kv_cache": kept}, **options)
+    wanted = in_float64(**case | {"kv_cache": held}, **options)
+    torch.testing.assert_close(found.double(), wanted, rtol=3e-3, atol=3e-3)
 
 
 def test_nothing_to_do(draw):

@@ -3,6 +3,7 @@
 import random
 import secrets
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,18 +116,61 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(draw, dtype):
     assert torch.equal(cache, expected)
 
 
-def test_an_int8_cache_keeps_the_nearest_and_ends_at_its_range(draw, dtype):
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "rotary_dim", "block_size"),
+    [(3, 64, 64, 16), (1, 80, 80, 8), (5, 96, 72, 32), (2, 128, 0, 16)],
+)
+def test_an_int8_cache_keeps_the_nearest_to_what_float64_turns(
+    draw, dtype, num_kv_heads, head_dim, rotary_dim, block_size
+):
     # what the interpreter stores as float8 is wrong: that is only compiled
-    key, value = torch.randn(2, 5, 3, 64).to(dtype)
-    key[0, 0, 0], value[1, 2, 3] = 100.0, -100.0
-    scales = torch.rand(2, 3) * 0.05 + 0.01
-    cache = torch.zeros(4, 3, 2, 16, 64).to(torch.int8)
-    slots = torch.tensor(draw.sample(range(4 * 16), 5))
-    store.store_kv(key, value, cache, slots, kv_scales=scales)
+    num_tokens, num_heads = 6, 2 * num_kv_heads
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    before = fused.clone()
+    query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    cache = torch.full((3, num_kv_heads, 2, block_size, head_dim + 4), -1, dtype=torch.int8)
+    slots = torch.tensor(draw.sample(range(3 * block_size), num_tokens))
+    slots[draw.randrange(num_tokens)] = NO_SLOT
+    angle = torch.rand(num_tokens, rotary_dim // 2) * 100
+    if rotary_dim:
+        store.rotary_store_kv(query, key, value, angle.cos(), angle.sin(), cache, slots)
+    else:
+        store.store_kv(key, value, cache, slots)
+    wanted = before.double()
+    wanted[..., :rotary_dim] = oracle.rotary(before[..., :rotary_dim], angle.cos(), angle.sin())
+    wanted[:, -num_kv_heads:] = value.double()
+    close(query, (wanted if rotary_dim else before.double())[:, :num_heads], dtype)
+    numbers, scales = oracle.in_8_bits(cache)
+    stored = torch.zeros(3, block_size, dtype=torch.bool)
     for token, slot in enumerate(slots.tolist()):
-        kept = cache[slot // 16, :, :, slot % 16].float()
-        wanted = torch.stack((key[token], value[token]), dim=1).float() / scales.T[..., None]
-        assert ((kept - wanted.clamp(-127, 127)).abs() <= 0.5 + 1e-4).all()
+        if slot != NO_SLOT:
+            block, place = divmod(slot, block_size)
+            stored[block, place] = True
+            expected = torch.stack(wanted[token, num_heads:].split(num_kv_heads), dim=1)
+            scale = scales[block, :, :, place]
+            torch.testing.assert_close(
+                scale, expected.abs().amax(-1, keepdim=True) / 127, rtol=1e-5, atol=0
+            )
+            off = (numbers[block, :, :, place] * scale - expected).abs() / scale
+            assert (off <= 0.5 + 1e-3).all()
+    for untouched in (numbers, scales):
+        free = untouched.permute(0, 3, 1, 2, 4)[~stored]
+        assert ((free == -1) | free.isnan()).all()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, 0.0, 1e-45])
+@pytest.mark.parametrize("at", [0, 20, 50])
+def test_what_8_bits_cannot_keep_is_no_number_or_nothing(draw, dtype, broken, at):
+    x = torch.zeros(1, 1, 64, dtype=dtype)
+    x[..., at] = broken
+    cache = torch.zeros(1, 1, 2, 16, 68, dtype=torch.int8)
+    ones, zeros = torch.ones(1, 20), torch.zeros(1, 20)  # turned by nothing
+    with np.errstate(invalid="ignore"):  # the interpreter's: a device has no warnings
+        store.rotary_store_kv(x.clone(), x, x, ones, zeros, cache, torch.tensor([2]))
+    numbers, scales = oracle.in_8_bits(cache)
+    assert not numbers.any()
+    scale = scales[0, 0, :, 2]
+    assert scale.isnan().all() if not abs(broken) < 1 else not scale.any()
 
 
 @pytest.mark.parametrize("num_copies", [1, 15, 17, 1025])
