@@ -91,6 +91,9 @@ _BATCH_TIMES = (
     "cancelled_at", "paused_at",
 )  # fmt: skip
 _LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
+_STANDING = _record(
+    job_id=TEXT, queue_position=_or_null(_COUNT), start_s=_INTERVAL, eta_s=_INTERVAL
+)
 _CHAT_MORE: dict[str, Schema] = {"prompt_logprobs": array(_ANY)}
 _CHAT = {
     "id": TEXT,
@@ -221,6 +224,7 @@ REPLIES: dict[str, Schema] = {
         usage=_USAGE,
     ),
     "Response": _record(
+        {"tokenmill": _STANDING},  # until its end
         id=TEXT,
         object=_kind("response"),
         created_at=INTEGER,

@@ -12,6 +12,8 @@ from jobs.forecast import Forecast, forecast
 from jobs.lifecycle import JobState
 from jobs.records import JobRecord
 
+STANDING = ("queue_position", "start_s", "eta_s")  # of a job object, until its end
+
 
 class Presenter:
     """Builds job objects. Keeps each model's last forecast. Threads may share it."""

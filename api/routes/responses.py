@@ -1,6 +1,7 @@
 """OpenAI's responses: a job that somebody waits for, streams, or comes back to."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -8,9 +9,10 @@ from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api import core, sse
-from api.calls import Call, call_of, read_body
+from api.calls import NAMESPACE, Call, call_of, read_body
 from api.door import Door
 from api.errors import ApiError, BadRequest, NotFound, Unavailable, json_response
+from api.present import STANDING, job_object
 from api.query import any_text, boolean, integer, one_of, read_query, text
 from api.services import Services, ServicesDep, TenantDep
 from jobs import openai, store
@@ -66,7 +68,7 @@ async def create_response(request: Request, services: ServicesDep, tenant: Tenan
         record = await core.result(services, request, record, keep=keep)
         if record.output is None:
             raise core.failure(record)
-    return json_response(objects.of_record(record), headers=headers)
+    return json_response(await _shown(services, record), headers=headers)
 
 
 @router.get(openai.RESPONSES + "/{response_id}")
@@ -78,7 +80,7 @@ async def get_response(
     if not query.get("stream", False):
         if after is not None:
             raise BadRequest("starting_after needs stream=true", param="starting_after")
-        return json_response(objects.of_record(await _find(services, tenant, response_id)))
+        return json_response(await _shown(services, await _find(services, tenant, response_id)))
     services.waiters.check_room()
     record = await _find(services, tenant, response_id)
     first = 0 if after is None else after + 1
@@ -156,6 +158,18 @@ async def count_input_tokens(
         )
     counted = {"object": "response.input_tokens", "input_tokens": call.new_job.prompt_tokens}
     return json_response(counted)
+
+
+async def _shown(services: Services, record: JobRecord) -> dict[str, Any]:
+    """The response, and until its end where its job stands and when it may end."""
+    response = objects.of_record(record)
+    if record.ended:
+        return response
+    try:
+        [job] = await services.sql.read(partial(services.presenter.objects, [record]))
+    except Unavailable:  # the row was there just now: that is what was asked for
+        job = job_object(record)
+    return response | {NAMESPACE: {"job_id": record.id} | {name: job[name] for name in STANDING}}
 
 
 def _read(

@@ -203,3 +203,17 @@ def test_a_job_may_be_a_response_but_not_go_on_from_one(sqlite_client, hands):
     job["body"]["previous_response_id"] = "resp_1"
     error = error_of(sqlite_client.post("/v1/jobs", json=job))
     assert error["param"] == "body.previous_response_id"
+
+
+def test_until_its_end_a_response_says_where_it_stands(client, hands):
+    made = [client.post(URL, json=body(stream=False)).json() for _ in range(2)]
+    assert [each["tokenmill"]["queue_position"] for each in made] == [1, 2]
+    found = client.get(f"{URL}/{made[1]['id']}").json()["tokenmill"]
+    job = client.get(f"/v1/jobs/{found['job_id']}").json()
+    assert set(found) == {"job_id", "queue_position", "start_s", "eta_s"}
+    assert (found["queue_position"], job["queue_position"]) == (2, 2)
+    claimed = hands.claim(found["job_id"])
+    running = client.get(f"{URL}/{made[1]['id']}").json()
+    assert (running["status"], running["tokenmill"]["queue_position"]) == ("in_progress", None)
+    hands.finish(claimed, output=made[1] | {"status": "completed"})
+    assert client.post(f"{URL}/{made[0]['id']}/cancel").json().get("tokenmill") is None
