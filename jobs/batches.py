@@ -181,6 +181,12 @@ def rows_after(
     return [JobRecord.of(row) for row in connection.execute(query)]
 
 
+def num_by_state(connection: Connection) -> dict[BatchState, int]:
+    """All tenants' batches together."""
+    query = select(batches.c.state, func.count()).group_by(batches.c.state)
+    return {BatchState(state): num for state, num in connection.execute(query)}
+
+
 # -- what its keeper does
 
 

@@ -32,6 +32,7 @@ ALL_TENANTS = {
     "jobs.attempts.add_wasted": "a worker's, of attempts it had",
     "jobs.attempts.close": "whoever's the jobs are that have just been ended, under their fences",
     "jobs.batches.let_go": "a keeper's, by its own name",
+    "jobs.batches.num_by_state": "metrics",
     "jobs.batches.paused": "the sweeper's",
     "jobs.batches.take_open": "a keeper's: the sweeper's",
     "jobs.claims.beat": "a worker's, under its fences",

@@ -16,8 +16,9 @@ from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api.services import ServicesDep
-from jobs import attempts, store
+from jobs import attempts, batches, store
 from jobs.attempts import Count, Outcome
+from jobs.batch_record import BatchState
 from jobs.forecast import Backlog, backlogs
 from jobs.lately import WINDOW_S, Lately, lately
 from jobs.lifecycle import JobState
@@ -91,11 +92,13 @@ class Snapshot(Collector):
             key = (model if model in served else OTHER, priority)
             self.backlogs[key] = self.backlogs.get(key, Backlog(now, 0, 0)) + backlog
         self.lately = {model: lately(connection, model, now) for model in sorted(served)}
+        self.batches = batches.num_by_state(connection)
         self.workers = store.live_workers(connection, now)
         self.totals = attempts.totals(connection)
 
     def collect(self) -> Iterator[Metric]:
         yield from _jobs(self.models, self.counts)
+        yield _batches(self.batches)
         yield from _queue(self.models, self.backlogs, self.now)
         yield from _lately(self.lately)
         yield from _engines(self.workers)
@@ -108,6 +111,13 @@ def _jobs(models: Sequence[str], counts: Counter[tuple[str, JobState]]) -> Itera
         for state in JobState:  # a state that nobody is in is 0, not a gap in the graph
             jobs.add_metric([model, state], counts[model, state])
     yield jobs
+
+
+def _batches(counts: dict[BatchState, int]) -> Metric:
+    family = GaugeMetricFamily("tokenmill_batches", "Batches by state.", labels=["state"])
+    for state in BatchState:
+        family.add_metric([state], counts.get(state, 0))
+    return family
 
 
 def _queue(

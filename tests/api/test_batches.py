@@ -123,6 +123,16 @@ def test_what_failed_for_no_fault_of_its_own_is_tried_again(shop):
     assert error_of(reply)["code"] == "nothing_to_retry"
 
 
+def test_metrics_count_batches_and_their_rows(shop):
+    client, _, turn = shop
+    create(client, 3)
+    turn()
+    lines = client.get("/metrics").text.splitlines()
+    assert 'tokenmill_batches{state="in_progress"} 1.0' in lines
+    assert 'tokenmill_batches{state="failed"} 0.0' in lines
+    assert f'tokenmill_jobs{{model="{MODEL}",state="queued"}} 3.0' in lines
+
+
 def test_another_tenants_batch_is_not_there(door):  # noqa: F811
     door.client.headers.update(door.key("acme"))
     batch_id = create(door.client, 1)
