@@ -14,6 +14,14 @@ from tests.chaos.history import OK, Event, History
 GROWTH = 0.05  # of descriptors, threads and memory, once all is at rest
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """An attempt, as its own row has it."""
+
+    outcome: str | None  # None: it goes on
+    kept_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What the database says of a job in the end."""
@@ -30,6 +38,7 @@ class Row:
     wasted_tokens: int
     error_code: str | None
     finished_at: float | None
+    tried: tuple[Tried, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +182,16 @@ def own_writes_are_read(evidence: Evidence) -> Iterator[str]:
 
 
 def usage_is_the_outputs(evidence: Evidence) -> Iterator[str]:
-    """I7: tokens billed are the tokens of the output, and none without one."""
+    """I7: tokens billed are those of the output, and what its attempts kept; none without one."""
     for row in evidence.rows:
+        if row.state in TERMINAL and any(each.outcome is None for each in row.tried):
+            yield f"{row.id} is {row.state}, and an attempt of it goes on"
+        if row.state == JobState.SUCCEEDED:
+            kept = sum(each.kept_tokens for each in row.tried)
+            if [each.outcome for each in row.tried].count("succeeded") != 1:
+                yield f"{row.id} succeeded in {[each.outcome for each in row.tried]}"
+            elif kept != row.completion_tokens:
+                yield f"{row.id} bills {row.completion_tokens} tokens, its attempts kept {kept}"
         if row.state == JobState.SUCCEEDED and row.completion_tokens != row.output_tokens:
             yield f"{row.id} bills {row.completion_tokens} tokens, its output {row.output_tokens}"
         if row.state != JobState.SUCCEEDED and row.completion_tokens:

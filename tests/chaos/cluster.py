@@ -29,10 +29,10 @@ from cli.servers import Postgres, Valkey
 from jobs import store
 from jobs.database import Database
 from jobs.lifecycle import TERMINAL, JobState
-from jobs.models import jobs
+from jobs.models import attempts, jobs
 from jobs.records import WorkerRecord
 from jobs.rows import decode
-from tests.chaos.checker import Row, Write
+from tests.chaos.checker import Row, Tried, Write
 from tests.chaos.hooked import WRITES_FILE
 from tests.chaos.proxy import Proxy
 from tests.conftest import REPOSITORY
@@ -242,7 +242,12 @@ class Cluster:
         """Of a scenario's jobs."""
         query = select(jobs).where(jobs.c.custom_id.startswith(f"{name}-"))
         with self.database.read() as connection:
-            return [_row(row) for row in connection.execute(query)]
+            found = connection.execute(query).all()
+            tried: dict[str, list[Tried]] = {}
+            of_these = select(attempts).join(jobs).where(jobs.c.custom_id.startswith(f"{name}-"))
+            for each in connection.execute(of_these):
+                tried.setdefault(each.job_id, []).append(Tried(each.outcome, each.kept_tokens))
+            return [_row(row, tried.get(row.id, [])) for row in found]
 
     def counts(self, name: str) -> dict[JobState, int]:
         found: dict[JobState, int] = {}
@@ -302,9 +307,10 @@ class Cluster:
         )
 
 
-def _row(row) -> Row:
+def _row(row, tried: list[Tried]) -> Row:
     output, error = decode(row.output), decode(row.error)
     return Row(
+        tried=tuple(tried),
         id=row.id,
         custom_id=row.custom_id,
         state=row.state,

@@ -11,6 +11,7 @@ from tests.chaos.checker import (
     Held,
     Recovery,
     Row,
+    Tried,
     Write,
     check,
     stale_writes,
@@ -25,6 +26,7 @@ def row(number: int, **values) -> Row:
         "id": f"job_{number}", "custom_id": f"a-{number}", "state": "succeeded", "fence": 1,
         "attempt": 1, "crash_count": 0, "text": TEXTS[f"a-{number}"], "output_tokens": 3,
         "completion_tokens": 3, "wasted_tokens": 0, "error_code": None, "finished_at": 9.0,
+        "tried": (Tried("lapsed", 1), Tried("succeeded", 2)),
     }  # fmt: skip
     return Row(**given | values)
 
@@ -51,7 +53,7 @@ def good() -> Evidence:
         rows=[
             row(1),
             row(2, fence=3, attempt=2),
-            row(3, state="cancelled", text=None, output_tokens=None, completion_tokens=0),
+            row(3, state="cancelled", text=None, output_tokens=None, completion_tokens=0, tried=()),
         ],
         writes=[Write("job_1", 1, True), Write("job_2", 1, False), Write("job_2", 3, True)],
         texts=TEXTS,
@@ -122,6 +124,9 @@ PLANTED = [
     ("I6", with_event(event("cancel", 5, (1, "running"), key="job_1"))),
     ("I7", with_row(1, completion_tokens=6)),
     ("I7", with_row(3, completion_tokens=2)),
+    ("I7", with_row(1, tried=(Tried("lapsed", 3), Tried(None, 0)))),
+    ("I7", with_row(1, tried=(Tried("succeeded", 2),))),
+    ("I7", with_row(1, tried=(Tried("succeeded", 3), Tried("succeeded", 0)))),
     ("I8", with_row(1, text="another")),
     ("I9", with_evidence(canaries_found=["a prompt stands in api.log"])),
     ("I10", with_evidence(free_blocks=[(97, 100)])),
