@@ -290,6 +290,7 @@ class Dispatcher:
         with self._lock:
             self._book.room = None
             self._died_at = time.monotonic()
+            self._engine_stats = {}  # of what it held nothing is held
             suspects = self._book.open_in(Phase.RUNNING)
             logger.warning("engine died with %d jobs: %s", len(suspects), how)
             ids = [attempt.job.id for attempt in suspects]

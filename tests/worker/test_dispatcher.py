@@ -415,6 +415,18 @@ def test_an_engine_death_hands_back_what_ran_as_suspects_with_its_tokens(world):
     assert world.dispatcher.places() == 0
 
 
+def test_nothing_is_told_of_a_dead_engines_blocks(world):
+    world.run()
+    stepped = Stepped(
+        num_steps=1, num_waiting=0, free_tokens=0, deltas=[], ended=[], refused=[],
+        stats={"num_blocks": 9, "num_free_blocks": 4},
+    )  # fmt: skip
+    world.dispatcher.engine_stepped(stepped)
+    assert world.dispatcher.stats()["num_free_blocks"] == 4
+    world.dispatcher.engine_died("SIGKILL")
+    assert "num_free_blocks" not in world.dispatcher.stats()
+
+
 def test_what_waited_when_the_engine_died_runs_in_the_next_one(world):
     world.dispatcher.engine_died("SIGKILL")
     world.receive()
