@@ -25,6 +25,8 @@ KEY = re.compile(r"tm_\S+")
 SPENT = re.compile(r"^\s+(\d+) generated", re.MULTILINE)
 # not every body that fits its schema is a job: a prompt may be too long, a model may know no tools
 EXCLUDED = "positive_data_acceptance"
+# these may shut out who asks: they come last, by themselves
+LAST = ("admin.change_tenant", "admin.revoke_key")
 TIMEOUT_S = 3600.0
 
 
@@ -64,11 +66,20 @@ def fuzz(up: Up, folder: Path, *, num_requests: int, phases: str, seed: int) -> 
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", str(folder / "openapi.json")),
         *("--url", up.url, "--header", f"Authorization: Bearer {key}"),
-        *("--phases", phases, "--max-examples", str(each), "--seed", str(seed)),
+        *("--max-examples", str(each), "--seed", str(seed)),
         *("--exclude-checks", EXCLUDED, "--continue-on-failure", "--no-shrink"),
         *("--request-timeout", "600", "--suppress-health-check", "all"),
         *("--generation-database", "none"),
     ]
+    without = [f"--exclude-operation-id={name}" for name in LAST]
+    alone = [f"--include-operation-id={name}" for name in LAST]
+    first = _run([*command, "--phases", phases, *without], folder)
+    last = _run([*command, "--phases", "fuzzing", *alone], folder)
+    text = first.text + last.text
+    return Report(first.num_requests + last.num_requests, first.passed and last.passed, text)
+
+
+def _run(command: list[str], folder: Path) -> Report:
     ran = subprocess.run(
         command, cwd=folder, env=_environ(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
