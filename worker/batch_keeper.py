@@ -10,6 +10,7 @@ died has made is a stray, which the sweeper removes.
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +33,7 @@ from worker.file_sweeper import FileSweeper
 
 R = TypeVar("R")
 
-MAX_BATCHES = 64  # that one keeper has at once
+MAX_BATCHES = 256  # that one keeper has at once
 LINES = 2000  # read in one turn
 ROWS = 500  # inserted in one transaction
 STOP_S = 5.0
@@ -52,6 +53,7 @@ class BatchKeeper:
         self._files = FileSweeper(settings, self._database)
         self._publisher = Publisher(settings)
         self._works: dict[str, Iterator[None]] = {}  # by batch: what is being done for it
+        self._resting: dict[str, float] = {}  # batches that failed, until when: monotonic
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._away = False
@@ -105,7 +107,13 @@ class BatchKeeper:
     def round(self) -> bool:
         """One turn for each batch; whether there is more to do at once."""
         mine, self._moved = self.write(self._take), False
-        self._works = {batch.id: self._works.get(batch.id) or self._work(batch) for batch in mine}
+        now = time.monotonic()
+        self._resting = {each: until for each, until in self._resting.items() if until > now}
+        self._works = {
+            batch.id: self._works.get(batch.id) or self._work(batch)
+            for batch in mine
+            if batch.id not in self._resting
+        }
         busy = False
         for batch_id, work in list(self._works.items()):
             try:
@@ -119,8 +127,17 @@ class BatchKeeper:
                 del self._works[batch_id]
             except OSError as error:
                 logger.warning("batch %s waits: %s", batch_id, error.strerror)
-                del self._works[batch_id]
+                self._rest(batch_id)
+            except Exception as error:  # a fault of ours in this one: the others go on
+                if transient(error):
+                    raise
+                logger.exception("batch %s failed, and is tried again", batch_id)
+                self._rest(batch_id)
         return busy or self._moved
+
+    def _rest(self, batch_id: str) -> None:
+        del self._works[batch_id]
+        self._resting[batch_id] = time.monotonic() + AGAIN_S
 
     def write(self, statement: Callable[[Connection, float], R]) -> R:
         with self._database.begin() as connection:

@@ -347,6 +347,26 @@ def test_a_keeper_that_was_thought_dead_makes_no_second_file(shop, monkeypatch):
     assert_closed(shop, batch_id, 25)
 
 
+def test_a_batch_that_cannot_be_worked_on_keeps_no_other_waiting(shop, monkeypatch, caplog):
+    sick, well = shop.create(data(2)), shop.create(data(3))
+    opens = shop.keeper.store.open
+
+    def fails(file_id):
+        if file_id == shop.get(sick).input_file_id:
+            raise ValueError("a fault of ours")
+        return opens(file_id)
+
+    monkeypatch.setattr(shop.keeper.store, "open", fails)
+    shop.turn()
+    assert shop.get(well).state == "in_progress"
+    assert shop.get(sick).state == "validating"
+    assert sick in caplog.text
+    monkeypatch.undo()
+    shop.keeper._resting.clear()
+    shop.turn()
+    assert shop.get(sick).state == "in_progress"
+
+
 def test_each_end_is_an_event(shop):
     hook = shop.call(
         webhooks.create_endpoint, TENANT, name="x", url="https://shop.example/",
