@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import httpcore
 from standardwebhooks import Webhook
 
-from jobs import store, webhooks
+from jobs import webhooks
 from jobs.addresses import is_public
 from jobs.database import Database, transient, trouble
 from jobs.settings import Settings
@@ -47,7 +47,6 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._purge_due = 0.0
         self._away = False
-        self._schema_known = False
 
     def __enter__(self) -> "Courier":
         # a daemon: a receiver that hangs must not keep the process from ending
@@ -69,8 +68,6 @@ class Courier:
             try:
                 self.round()
                 self._away = False
-            except store.WrongSchema:
-                return  # the sweeper finds it too, says so and ends
             except Exception as error:  # the edge of this thread: recorded, and begun again
                 if not transient(error):
                     logger.exception("webhooks failed")
@@ -82,9 +79,6 @@ class Courier:
     def round(self) -> int:
         """Everything that is due now, once; how many deliveries were tried."""
         with self._database.begin() as connection:
-            if not self._schema_known:
-                store.need_schema(connection)
-                self._schema_known = True
             now = self._database.clock(connection)
             webhooks.announce(connection, now)
             if time.monotonic() >= self._purge_due:

@@ -30,14 +30,16 @@ logger = logging.getLogger(__name__)
 
 def run(settings: Settings, stop: threading.Event) -> None:
     """Sweep every `sweep_s` seconds until `stop` is set. Raises WrongSchema."""
-    with Sweeper(settings) as sweeper, Courier(settings), BatchKeeper(settings):
-        while not stop.wait(settings.sweep_s):
-            sweeper.sweep()
-            # workers that are quicker than that would wait for ids half of the time
-            for _ in range(REFILLS):
-                if not sweeper.runs_short or stop.wait(settings.sweep_s / REFILLS):
-                    break
-                sweeper.refill()
+    with Sweeper(settings) as sweeper:
+        sweeper.sweep()  # a database of another version ends it before anything else begins
+        with Courier(settings), BatchKeeper(settings):
+            while not stop.wait(settings.sweep_s):
+                sweeper.sweep()
+                # workers that are quicker than that would wait for ids half of the time
+                for _ in range(REFILLS):
+                    if not sweeper.runs_short or stop.wait(settings.sweep_s / REFILLS):
+                        break
+                    sweeper.refill()
 
 
 class Sweeper:

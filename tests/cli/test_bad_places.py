@@ -231,7 +231,7 @@ def test_a_database_not_migrated_yet_ends_a_process_with_what_to_run(
     }
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "cli.main", command],
-        **{"env": environ, "capture_output": True, "text": True, "timeout": 60},
+        **{"env": environ, "capture_output": True, "text": True, "timeout": 120},
     )
     assert ended.returncode == {"sweeper": 1, "worker": 78}[command]
     said_in_one_line(ended.stderr, "schema is not this version's", "tokenmill migrate")

@@ -1,4 +1,4 @@
-"""Requests with all features join and leave one batch for 10,000 steps.
+"""Requests with all features join and leave one batch for 4,000 steps; with -m long for 10,000.
 
 The books balance after every step, and each row's output is what it is alone. One seed draws it
 all; but how soon a form is compiled, and how often a row with an expensive mask takes part, is for
@@ -35,7 +35,6 @@ from tests.engine.mixes import (
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_STEPS = 10_000
 NUM_ASKS = 120  # different requests; each comes many times, in other company
 MAX_TOKENS = 12
 CUT_SHORT = frozenset({FinishReason.DEADLINE, FinishReason.ABORT})
@@ -219,14 +218,15 @@ class Crowd:
                 assert (token_ids, rest) == (lone_ids, lone_rest), ask
 
 
-@pytest.mark.parametrize("seed", [1], ids="seed={}".format)
-def test_every_row_among_all_others_is_as_it_is_alone(tmp_path_factory, capsys, seed):
+@pytest.mark.parametrize("least_steps", [4_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_every_row_among_all_others_is_as_it_is_alone(tmp_path_factory, capsys, least_steps):
+    seed = 1
     model = TinyModel(write_model(tmp_path_factory.mktemp("model"), num_layers=1))
     crowd = Crowd(model, random.Random(seed))
     num_steps = 0
     try:
-        while num_steps < NUM_STEPS or crowd.engine.has_unfinished:
-            crowd.step(more=num_steps < NUM_STEPS)
+        while num_steps < least_steps or crowd.engine.has_unfinished:
+            crowd.step(more=num_steps < least_steps)
             num_steps = crowd.engine.stats().num_steps
     except Exception as error:
         error.add_note(f"seed {seed}, step {num_steps}")
@@ -241,4 +241,4 @@ def test_every_row_among_all_others_is_as_it_is_alone(tmp_path_factory, capsys, 
         )
     assert stats.num_free_blocks == stats.num_blocks
     assert len(crowd.pairs) > 0.95 * NUM_ASKS, "too many hang on a rounding"
-    assert min(drawn[name] for name in ALL) >= 20, drawn
+    assert min(drawn[name] for name in ALL) >= least_steps // 500, drawn

@@ -11,6 +11,8 @@ import pytest
 from engine.kernels.cpu.emit import WIDTH
 from engine.kernels.cpu.machine import CPU, FEATURES, HAS_AMX
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # they compile all kernels anew
+
 AVX2 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,"
     "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"

@@ -52,6 +52,7 @@ def test_free_rows_keep_four_fifths_of_their_speed_beside_hostile_forms(engine):
     assert kept_beside(engine, hostile_forms()) >= 0.8
 
 
+@pytest.mark.long
 def test_they_do_beside_the_most_expensive_masks_and_would_not_without_turns(engine, monkeypatch):
     """Short outputs, one after another without a pause: a mask costs most at the beginning."""
     forms = list(islice(hostile_forms(["800 optional"]), 4))  # 3 to 8 ms a mask
