@@ -193,6 +193,9 @@ def proofs(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Row]:
         tokens.double(), scores.double(), first.double(), second.double(), 2, True
     )
     check("moe", kernels.moe(tokens, scores, first, second, 2, True), wanted)
+    small, smaller = (quantized_4(each.flatten(0, 1), 64) for each in (first, second))
+    wanted = reference.moe(tokens.double(), scores.double(), small, smaller, 2, True)
+    check("moe of 4 bits", kernels.moe(tokens, scores, small, smaller, 2, True), wanted)
     values, scales = fp8.quantize_rows(whole)
     inputs = random(16, 256)
     rows_8, row_scales = fp8.quantize_rows(inputs)

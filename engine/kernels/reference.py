@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.packed_weight import PackedWeight
+
 NO_SLOT = -1  # of a token that a step was padded with: what it makes is stored nowhere
 LEAST_IN_8_BITS = 1e-35  # the largest number of a key or value that is not kept as zeros
 LARGEST_IN_8_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -275,8 +277,9 @@ def gelu_mul(
 def moe(
     x: Tensor,  # [T, hidden]
     router_logits: Tensor,  # [T, num_experts]
-    gate_up: Tensor,  # [num_experts, 2 × D, hidden] gate, then up
-    down: Tensor,  # [num_experts, hidden, D]
+    gate_up: Tensor
+    | PackedWeight,  # [num_experts, 2 × D, hidden] gate, then up; or all rows packed
+    down: Tensor | PackedWeight,  # [num_experts, hidden, D]; or all rows packed
     num_per_token: int,
     normalized: bool,  # the weights of a token's experts are divided by their sum
 ) -> Tensor:  # [T, hidden]
@@ -285,10 +288,12 @@ def moe(
     Weights are a softmax over all experts. A token's products are in x's type, as `Linear`'s are;
     their sum is in float32. Source: Shazeer et al. 2017, with the softmax before the choice.
     """
+    num_experts = router_logits.shape[1]
+    gate_up, down = (_whole(weight, num_experts, x.dtype) for weight in (gate_up, down))
     weights, experts = router_logits.float().softmax(-1).topk(num_per_token, dim=-1)
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
-    counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
+    counts = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
     # pairs of token and expert, all of one expert side by side
     pairs_of = torch.split(experts.flatten().argsort(stable=True), counts)
     parts = x.new_empty((experts.numel(), x.shape[1]), dtype=torch.float32)
@@ -299,3 +304,11 @@ def moe(
     # by token again: in the order of its weights, whatever the experts of others are
     parts = parts.view(*experts.shape, x.shape[1])
     return (parts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _whole(
+    weight: Tensor | PackedWeight, num_experts: int, dtype: torch.dtype
+) -> Tensor:  # [num_experts, N, K]
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.dequantized(dtype).view(num_experts, -1, weight.num_inputs)

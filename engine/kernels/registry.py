@@ -50,7 +50,7 @@ class Kernels:
     rotary_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     silu_mul: Callable[[Tensor], Tensor]
     gelu_mul: Callable[[Tensor], Tensor]
-    moe: Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+    moe: Callable[[Tensor, Tensor, Tensor | PackedWeight, Tensor | PackedWeight, int, bool], Tensor]
     packed_linear: Callable[[Tensor, PackedWeight, Tensor | None], Tensor]
     fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.collectives import ALONE, Group
+from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.registry import Kernels
 from engine.layers.linear import AnyLinear
 
@@ -35,8 +36,8 @@ class Experts:
     def __init__(
         self,
         router: AnyLinear,
-        gate_up: Tensor,  # [num_experts, 2 × D, hidden]
-        down: Tensor,  # [num_experts, hidden, D]
+        gate_up: Tensor | PackedWeight,  # [num_experts, 2 × D, hidden], or all rows packed
+        down: Tensor | PackedWeight,  # [num_experts, hidden, D], or all rows packed
         *,
         num_per_token: int,
         normalized: bool,

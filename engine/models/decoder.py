@@ -220,12 +220,14 @@ class DecoderLoader:
     def experts(self, prefix: str) -> Experts:
         s = self.settings
         assert s.experts is not None
-        if self.stored is not None or self.quantization not in ("none", "unpacked"):
-            raise UnsupportedModelError("experts in few bits are not computed")
+        if self.stored is not None:
+            raise UnsupportedModelError("experts that are stored in few bits are not computed")
+        if self.quantization == "fp8":
+            raise UnsupportedModelError("experts in fp8 are not computed; int8 and int4 are")
         count, whole = s.experts.num_experts, s.experts.intermediate_size
         own = self.shard.part(whole)
         gate = {f"{prefix}.gate": (count, [slice(0, count)])}
-        router = self.linear(gate, s.hidden_size, has_bias=False)
+        router = Linear(self.weight(gate, s.hidden_size))  # whole: small, and it decides all
         prefix = f"{prefix}.experts"
         if f"{prefix}.gate_up_proj" in self.checkpoint.names:
             shape = (count, 2 * whole, s.hidden_size)
@@ -244,13 +246,21 @@ class DecoderLoader:
             down = down.view(count, s.hidden_size, size(own))
         return Experts(
             router,
-            gate_up,
-            down,
+            self.kept_experts(prefix, gate_up),
+            self.kept_experts(prefix, down),
             num_per_token=s.experts.num_experts_per_tok,
             normalized=s.experts.norm_topk_prob,
             kernels=self.kernels,
             summed_over=self.group,
         )
+
+    def kept_experts(self, prefix: str, weight: Tensor) -> Tensor | PackedWeight:
+        """All experts' weights [num_experts, N, K] as a setting says."""
+        if self.quantization in ("none", "unpacked"):
+            return weight
+        kept = self.kept([prefix], weight.flatten(0, 1), None)
+        assert isinstance(kept, PackedLinear)
+        return kept.packed
 
     def linear(self, parts: Parts, num_inputs: int, has_bias: bool) -> AnyLinear:
         """Projections of one input, stacked into one."""

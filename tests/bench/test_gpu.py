@@ -32,7 +32,8 @@ def test_a_dry_run_proves_measures_and_keeps_what_it_found(tmp_path):
     proven = " ".join(proof["kernel"] for proof in found["proofs"])
     for kernel in (
         "paged_attention", "rotary_store_kv", "add_rms_norm", "silu_mul", "gelu_mul", "moe",
-        "packed_linear 8", "packed_linear 4", "fp8_linear", "draw", "int8", "float8_e4m3fn",
+        "moe of 4 bits", "packed_linear 8", "packed_linear 4", "fp8_linear", "draw",
+        "int8", "float8_e4m3fn",
     ):  # fmt: skip
         assert kernel in proven
     assert all(proof["ok"] for proof in found["proofs"])

@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.triton import packed_experts
 from engine.kernels.triton.gates import silu_mul
+from engine.kernels.triton.grouping import find_tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +35,6 @@ SOME = Tiles(rows=64, columns=64, depth=64, num_warps=4)
 MANY = Tiles(rows=128, columns=128, depth=32, num_warps=8)
 FLOAT32 = Tiles(rows=16, columns=32, depth=32, num_warps=4, num_stages=2)
 SUM_BLOCK = 1024
-
-
-@triton.jit
-def find_tile(tile, counts, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Whose a tile is: (expert, its first pair, pairs from there to the expert's last)."""
-    e = tl.arange(0, WIDTH)
-    pairs = tl.load(counts + e, mask=e < EXPERTS, other=0)
-    tiles = tl.cdiv(pairs, ROWS)
-    before = tl.cumsum(tiles) <= tile
-    expert = tl.sum(before.to(tl.int32))
-    first_tile = tl.sum(tl.where(before, tiles, 0))
-    first_pair = tl.sum(tl.where(before, pairs, 0))
-    own = tl.sum(tl.where(e == expert, pairs, 0))  # 0 past the last tile
-    inside = (tile - first_tile) * ROWS
-    return expert, first_pair + inside, own - inside
 
 
 @triton.jit
@@ -119,8 +107,8 @@ def sum_pairs(
 def moe(
     x: Tensor,  # [T, hidden]
     router_logits: Tensor,  # [T, num_experts]
-    gate_up: Tensor,  # [num_experts, 2 × D, hidden] contiguous
-    down: Tensor,  # [num_experts, hidden, D] contiguous
+    gate_up: Tensor | PackedWeight,  # [num_experts, 2 × D, hidden] contiguous; or all rows packed
+    down: Tensor | PackedWeight,  # [num_experts, hidden, D] contiguous; or all rows packed
     num_per_token: int,
     normalized: bool,
 ) -> Tensor:  # [T, hidden]
@@ -150,8 +138,10 @@ def moe(
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, order: Tensor, counts: Tensor, *, per_token: int
+    x: Tensor, weight: Tensor | PackedWeight, order: Tensor, counts: Tensor, *, per_token: int
 ) -> Tensor:  # [pairs, N]
+    if isinstance(weight, PackedWeight):
+        return packed_experts.multiply(x, weight, order, counts, per_token=per_token)
     assert weight.is_contiguous()
     num_experts, num_outputs, num_inputs = weight.shape
     num_pairs = len(order)

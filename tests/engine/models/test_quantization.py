@@ -8,12 +8,13 @@ import torch
 
 from engine.kernels.packed_weight import pack, quantized_4, quantized_8
 from engine.kernels.registry import REFERENCE
-from engine.layers.linear import quantized
+from engine.layers.linear import Linear, quantized
 from engine.models.model import load_model
 from engine.step_plan import ScheduledSequence
 from engine.weights import Checkpoint, CheckpointError
 from tests.engine.kernels.packed_case import check_packed
 from tests.engine.kernels.test_draws import draw  # noqa: F401
+from tests.engine.models.checkpoints import write_checkpoint
 from tests.engine.models.equality import a_runner, a_sequence
 from tests.engine.models.quantized_checkpoints import write_quantized
 
@@ -91,6 +92,34 @@ def test_a_model_made_small_when_it_is_loaded_stays_near_the_whole(tiny_llama_di
     small, whole = of(model(kind)), of(model("none"))
     assert not torch.equal(small, whole)
     assert torch.cosine_similarity(small, whole).item() > 0.99
+
+
+def test_experts_are_made_small_too_and_what_they_cannot_be_is_refused_by_name(tmp_path):
+    write_checkpoint("qwen3_moe", tmp_path)
+
+    def logits_of(quantization):
+        with Checkpoint(tmp_path) as checkpoint:
+            runner._model = load_model(
+                checkpoint,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                kernels=REFERENCE,
+                quantization=quantization,
+            )
+        return runner.logits([ScheduledSequence(sequence, 4)])
+
+    runner = a_runner(tmp_path, kernels="reference", dtype="float32")
+    sequence = a_sequence(0, [0])
+    sequence.token_ids = [5, 9, 30, 42]
+    whole, small = logits_of("none"), logits_of("int8")
+    experts = runner._model.layers[0].mlp
+    assert experts.gate_up.bits == experts.down.bits == 8
+    assert isinstance(experts.router, Linear)
+    assert not torch.equal(small, whole)
+    assert torch.cosine_similarity(small, whole).item() > 0.99
+    for kind, named in (("fp8", "experts in fp8 are not computed"), ("int4", "no multiple of")):
+        with pytest.raises(CheckpointError, match=named):
+            logits_of(kind)
 
 
 def test_each_way_to_keep_a_weight_is_near_it():

@@ -8,7 +8,7 @@ interpreter cannot compute with.
 import pytest
 import torch
 
-from engine.kernels.packed_weight import pack
+from engine.kernels.packed_weight import PackedWeight, pack
 from engine.kernels.triton import (
     attention,
     copy,
@@ -178,6 +178,53 @@ def test_experts(capability, dtype, num_tokens):
         for kernel in products:
             assert (few if num_tokens == 4 else many)[capability] in kernel.ptx
             assert "cp.async" in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "num_tokens"),
+    [
+        (4, torch.bfloat16, 4),
+        (8, torch.float16, 1000),
+        pytest.param(4, torch.bfloat16, 1000, marks=pytest.mark.long),
+        pytest.param(8, torch.float16, 4, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_experts_in_few_bits(capability, bits, dtype, num_tokens):
+    """Of Qwen3-30B-A3B's sizes, in groups of 128; a whole row where there are 8 bits."""
+    hidden, width, num_experts = 2048, 768, 128
+
+    def packed(num_outputs, num_inputs):
+        integers = torch.empty(
+            num_experts * num_outputs, num_inputs, dtype=torch.uint8 if bits == 4 else torch.int8
+        )
+        scales = torch.empty(len(integers), num_inputs // 128 if bits == 4 else 1)
+        half = 64
+        return PackedWeight(
+            values=integers[:, : num_inputs // 2].contiguous() if bits == 4 else integers,
+            scales=scales,
+            zeros=scales.to(torch.int8) if bits == 4 else None,
+            group_size=128 if bits == 4 else num_inputs,
+            half=half,
+        )
+
+    def launch():
+        experts.moe(
+            torch.empty(num_tokens, hidden, dtype=dtype),
+            torch.zeros(num_tokens, num_experts, dtype=dtype),
+            packed(2 * width, hidden),
+            packed(hidden, width),
+            8,
+            True,
+        )
+
+    kernels = compiled(capability, launch)
+    check(kernels, capability)
+    products = [kernel for kernel in kernels if kernel.name == "multiply_packed_groups"]
+    assert len(products) == 2
+    for kernel in products:
+        assert any(unit in kernel.ptx for unit in ("mma.sync", "wgmma", "tcgen05"))
+        assert "cp.async" in kernel.ptx
 
 
 @pytest.mark.parametrize("num_rows", [4, 100, 1000])

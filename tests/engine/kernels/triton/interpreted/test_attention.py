@@ -4,9 +4,11 @@ float32 and float16 only: the interpreter's products of bfloat16 are silently wr
 shows the seed; put it into SEEDS to see it again.
 """
 
+import itertools
 import math
 import random
 import secrets
+from collections import defaultdict
 
 import pytest
 import torch
@@ -19,10 +21,17 @@ from tests.engine.kernels import oracle
 
 SEEDS = [secrets.randbelow(2**32)]
 DTYPES = [torch.float32, torch.float16]
+SEEN = defaultdict(set)  # of each property of a case, what this file has had
 
 
 def attention_case(draw, *, head_dim, group, dtype, queries, block_size=16, num_kv_heads=1):
     """Sequences of (query length, length) in shuffled blocks; NaN where no token is."""
+    SEEN["block size"].add(block_size)
+    SEEN["head dim"].add(head_dim)
+    SEEN["group"].add(group)
+    for query_len, length in queries:
+        SEEN["query length"].add(query_len)
+        SEEN["tokens in the last block"].add((block_size, length % block_size))
     counts = [-(-length // block_size) for _, length in queries]
     num_blocks = sum(counts) + 2
     free = draw.sample(range(num_blocks), num_blocks)
@@ -76,6 +85,7 @@ def in_float64(
 
 
 def check(case, **options):
+    note(options)
     found = paged_attention(**case, **options)
     dtype = case["query"].dtype
     assert found.dtype == dtype
@@ -84,18 +94,26 @@ def check(case, **options):
     )
 
 
+def note(options):
+    SEEN["options"].add(tuple(sorted(name for name in options if options[name] is not None)))
+
+
 @pytest.fixture(params=SEEDS, ids=str)
 def draw(request):
     torch.manual_seed(request.param)
     return random.Random(request.param)
 
 
+# in turn, not drawn: tests that begin with one seed would all draw the same
+COMBINATIONS = itertools.cycle(itertools.product((False, True), repeat=3))
+
+
 def options_for(draw, case):
-    num_heads = case["query"].shape[1]
+    window, softcap, sinks = next(COMBINATIONS)
     return {
-        "sliding_window": draw.choice((None, 1, draw.randint(2, 150))),
-        "softcap": draw.choice((None, draw.uniform(0.5, 5))),
-        "sinks": draw.choice((None, torch.randn(num_heads))),
+        "sliding_window": draw.choice((1, draw.randint(2, 150))) if window else None,
+        "softcap": draw.uniform(0.5, 5) if softcap else None,
+        "sinks": torch.randn(case["query"].shape[1]) if sinks else None,
     }
 
 
@@ -245,6 +263,8 @@ def test_a_cache_of_eight_bits(draw, kv_dtype, head_dim, block_size, group):
     )  # fmt: skip
     kept, held = kept_in_8_bits(case["kv_cache"], kv_dtype)
     options = options_for(draw, case)
+    note(options)
+    SEEN["type of the cache"].add(kv_dtype)
     found = paged_attention(**case | {"kv_cache": kept}, **options)
     wanted = in_float64(**case | {"kv_cache": held}, **options)
     torch.testing.assert_close(found.double(), wanted, rtol=3e-3, atol=3e-3)
@@ -259,3 +279,19 @@ def test_nothing_to_do(draw):
         "seq_lens": case["seq_lens"][:0],
     }
     assert paged_attention(**case | empty).shape == (0, 2, 64)
+
+
+def test_together_they_have_had_every_odd_shape():
+    """The last of the file: what the tests above are there to cover, they have covered."""
+    assert SEEN["block size"] >= {8, 16, 32}
+    assert SEEN["head dim"] >= {64, 80, 96, 128, 256}
+    assert SEEN["group"] >= set(range(1, 9))
+    lengths = SEEN["query length"]
+    assert min(lengths) == 1
+    assert 270 <= max(lengths) <= 300
+    assert len(lengths) >= 8
+    for block_size in (8, 16, 32):  # a full last block, and one that has a single token
+        assert {(block_size, 0), (block_size, 1)} <= SEEN["tokens in the last block"]
+    names = ("sinks", "sliding_window", "softcap")
+    assert SEEN["options"] >= {c for n in range(4) for c in itertools.combinations(names, n)}
+    assert SEEN["type of the cache"] == {torch.int8, torch.float8_e4m3fn}

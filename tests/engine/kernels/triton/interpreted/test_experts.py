@@ -6,6 +6,8 @@ import secrets
 import pytest
 import torch
 
+from engine.kernels import reference
+from engine.kernels.packed_weight import quantized_4, quantized_8
 from engine.kernels.triton import experts
 from tests.engine.kernels import oracle
 
@@ -69,6 +71,31 @@ def test_each_size_of_tiles(draw, monkeypatch, tiles):
     torch.testing.assert_close(
         experts.moe(*case).double(), oracle.moe(*case), rtol=rounding, atol=rounding
     )
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "crowded"),
+    [(4, torch.float32, False), (8, torch.float32, True), (4, torch.float16, True),
+     (8, torch.float16, False)],
+    ids=str,
+)  # fmt: skip
+def test_experts_in_few_bits_are_those_of_the_rounded_weights(draw, dtype, bits, crowded):
+    case = experts_case(
+        draw, dtype, num_tokens=draw.choice((1, 7, 40)), num_experts=3, hidden=128, width=64,
+        crowded=crowded,
+    )  # fmt: skip
+    packed = [
+        quantized_4(weight.flatten(0, 1), 64) if bits == 4 else quantized_8(weight.flatten(0, 1))
+        for weight in case[2:4]
+    ]
+    found = experts.moe(*case[:2], *packed, *case[4:])
+    rounded = [weight.dequantized(dtype).view(3, -1, weight.num_inputs) for weight in packed]
+    wanted = oracle.moe(*case[:2], *rounded, *case[4:])
+    rounding = 4 * torch.finfo(dtype).eps
+    assert (wanted - oracle.moe(*case)).abs().max() > rounding
+    torch.testing.assert_close(found.double(), wanted, rtol=rounding + 1e-5, atol=rounding + 1e-5)
+    slow = reference.moe(*case[:2], *packed, *case[4:])
+    torch.testing.assert_close(slow.double(), wanted, rtol=rounding + 1e-5, atol=rounding + 1e-5)
 
 
 def test_no_token_is_no_work(draw):
