@@ -19,6 +19,7 @@ from itertools import islice
 from typing import BinaryIO, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from jobs import batches, quotas, store
 from jobs.batch_record import BatchRecord, BatchState
@@ -89,13 +90,17 @@ class BatchKeeper:
             except store.WrongSchema:
                 return  # the sweeper finds it too, says so and ends
             except Exception as error:  # the edge of this thread: recorded, and begun again
-                if not transient(error):
+                mends = transient(error)
+                if not mends and not self._schema_known and isinstance(error, DBAPIError):
+                    return  # no database of ours: as above
+                if not mends:
                     logger.exception("batches failed")
                 elif not self._away:
                     logger.warning("batches wait: %s", trouble(error))
                 self._away = True
                 pause_s = max(pause_s, AGAIN_S)
-        self.let_go()
+        if self._schema_known:  # else nothing was ever held
+            self.let_go()
 
     def let_go(self) -> None:
         try:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import httpcore
+from sqlalchemy.exc import DBAPIError
 from standardwebhooks import Webhook
 
 from jobs import webhooks
@@ -69,7 +70,10 @@ class Courier:
                 self.round()
                 self._away = False
             except Exception as error:  # the edge of this thread: recorded, and begun again
-                if not transient(error):
+                mends = transient(error)
+                if not mends and not self._schema_known and isinstance(error, DBAPIError):
+                    return  # no database of ours: as above
+                if not mends:
                     logger.exception("webhooks failed")
                 elif not self._away:
                     logger.warning("webhooks wait: %s", trouble(error))
