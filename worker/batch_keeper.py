@@ -19,7 +19,6 @@ from itertools import islice
 from typing import BinaryIO, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 
 from jobs import batches, quotas, store
 from jobs.batch_record import BatchRecord, BatchState
@@ -90,17 +89,13 @@ class BatchKeeper:
             except store.WrongSchema:
                 return  # the sweeper finds it too, says so and ends
             except Exception as error:  # the edge of this thread: recorded, and begun again
-                mends = transient(error)
-                if not mends and not self._schema_known and isinstance(error, DBAPIError):
-                    return  # no database of ours: as above
-                if not mends:
+                if not transient(error):
                     logger.exception("batches failed")
                 elif not self._away:
                     logger.warning("batches wait: %s", trouble(error))
                 self._away = True
                 pause_s = max(pause_s, AGAIN_S)
-        if self._schema_known:  # else nothing was ever held
-            self.let_go()
+        self.let_go()
 
     def let_go(self) -> None:
         try:

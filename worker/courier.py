@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import httpcore
-from sqlalchemy.exc import DBAPIError
 from standardwebhooks import Webhook
 
 from jobs import webhooks
@@ -70,10 +69,7 @@ class Courier:
                 self.round()
                 self._away = False
             except Exception as error:  # the edge of this thread: recorded, and begun again
-                mends = transient(error)
-                if not mends and not self._schema_known and isinstance(error, DBAPIError):
-                    return  # no database of ours: as above
-                if not mends:
+                if not transient(error):
                     logger.exception("webhooks failed")
                 elif not self._away:
                     logger.warning("webhooks wait: %s", trouble(error))
