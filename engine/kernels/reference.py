@@ -58,7 +58,7 @@ def paged_attention(
         index = (blocks * (num_kv_heads * 2) + lanes).flatten()
         gathered = torch.index_select(rows, 0, index, out=scratch[: index.numel()])
         gathered = gathered.view(kv_cache.dtype)
-        held = _numbers(gathered.view(num_kv_heads, 2, len(blocks), block_size, -1))
+        held = _numbers(gathered.view(num_kv_heads, 2, len(blocks), *kv_cache.shape[3:]))
         origin = first_block * block_size  # the position of held[..., 0, :]
         held = held[:, :, first - origin : seq_len - origin]
         if softcap is None and sinks is None:

@@ -186,9 +186,13 @@ def test_an_engine_that_stops_stepping_is_replaced(start):
 def test_a_job_that_the_engine_keeps_dying_with_is_given_up(sqlite_deployment):
     worker = sqlite_deployment.start_worker()
     [poison] = sqlite_deployment.submit(completion(15_000))
-    for deaths in (1, 2, 3):
+    for deaths in (1, 2, 3):  # between them it waits, and a beat may be of before that
         sqlite_deployment.wait_for(
-            lambda: sqlite_deployment.row_of(worker).stats.get("jobs_running") == 1
+            lambda deaths=deaths: (
+                sqlite_deployment.get(poison).attempt == deaths
+                and sqlite_deployment.get(poison).state == JobState.RUNNING
+                and sqlite_deployment.row_of(worker).stats.get("jobs_running") == 1
+            )
         )
         os.kill(sqlite_deployment.engine_pid(worker), signal.SIGKILL)
         sqlite_deployment.wait_for(
