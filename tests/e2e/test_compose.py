@@ -181,6 +181,7 @@ class Deployment:
         return {name: process.wait(60) for name, process in self.running.items()}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_services_run_and_their_health_checks_tell_health(deployment):
     for name in ("api", "sweeper", "worker-cpu"):  # nothing runs, the schema is not there

@@ -57,9 +57,9 @@ def generate(engine, prompts):
     return [ended[index] for index in range(len(prompts))]
 
 
-def assert_equal(outputs):
-    assert len(outputs) == len(EXPECTED)
-    for index, (output, expected) in enumerate(zip(outputs, EXPECTED, strict=True)):
+def assert_equal(outputs, expected_ids=EXPECTED):
+    assert len(outputs) == len(expected_ids)
+    for index, (output, expected) in enumerate(zip(outputs, expected_ids, strict=True)):
         differing = [
             i for i, pair in enumerate(zip(output, expected, strict=True)) if len(set(pair)) > 1
         ]
@@ -71,7 +71,7 @@ def assert_equal(outputs):
 
 def test_one_at_a_time(engine_of):
     engine = engine_of(max_num_seqs=1)
-    assert_equal([generate(engine, [prompt])[0] for prompt in PROMPTS])
+    assert_equal([generate(engine, [prompt])[0] for prompt in PROMPTS[:6]], EXPECTED[:6])
     assert engine.stats().peak_step_seqs == 1
 
 
@@ -86,7 +86,9 @@ def test_all_together_and_again_from_the_prefix_cache(engine_of):
     assert engine.stats().cached_tokens == full_blocks * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(7, 3), (64, 16)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs"), [pytest.param(7, 3, marks=pytest.mark.long), (64, 16)]
+)
 def test_in_chunks(engine_of, num_tokens, num_seqs):
     engine = engine_of(max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
     assert_equal(generate(engine, PROMPTS))

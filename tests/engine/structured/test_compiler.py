@@ -192,7 +192,7 @@ def test_trials_run_at_a_lower_priority_and_are_few(compiler, monkeypatch):
     assert sum(compiling.NUM_THREADS) <= 4
     assert [each.niceness for each in compiling.LIMITS] == [10, 15, 19]
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", ANSWER_S)
+    monkeypatch.setattr(compiling, "ANSWER_LIMIT_S", 12.0)
     compiler.open(regex("a"), (), 1).result(ANSWER_S)
     opened = [compiler.open(form, (), 1) for form in slow_forms(5)]
     seen, most = set(), 0
