@@ -77,6 +77,18 @@ def _joined(record: JobRecord, model: str, seen: Forecast) -> bool:
     return queued and record.created_at >= seen.taken_at
 
 
+def list_object(found: Sequence[dict[str, Any]], limit: int | None = None) -> dict[str, Any]:
+    """A page as OpenAI lists: up to `limit` of what was found; one beyond says there is more."""
+    data = list(found[:limit])
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(found) > len(data),
+    }
+
+
 def with_attempts(job: dict[str, Any], connection: Connection, *, tenant: str) -> dict[str, Any]:
     """The job object of one job that was asked for by its id."""
     tried = attempts.of_job(connection, job["id"], tenant=tenant)

@@ -14,6 +14,7 @@ from api.envelope import Metadata
 from api.errors import BadRequest, Conflict, NotFound, json_response
 from api.fields import checked
 from api.intake import digest, parse_json
+from api.present import list_object
 from api.query import integer, read_query, text
 from api.services import ServicesDep, TenantDep
 from jobs import batches, files, openai, store
@@ -102,16 +103,7 @@ async def list_batches(request: Request, services: ServicesDep, tenant: TenantDe
         found = await services.sql.read(page)
     except batches.UnknownBatch as error:
         raise BadRequest(str(error), param="after") from None
-    data = [batch_object(record) for record in found[:limit]]
-    return json_response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": len(found) > limit,
-        }
-    )
+    return json_response(list_object([batch_object(record) for record in found], limit))
 
 
 @router.get("/v1/batches/{batch_id}")

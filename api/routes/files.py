@@ -8,6 +8,7 @@ from sqlalchemy import Connection
 from starlette.responses import Response, StreamingResponse
 
 from api.errors import BadRequest, Conflict, NotFound, json_response
+from api.present import list_object
 from api.query import integer, one_of, read_query, text
 from api.services import Services, ServicesDep, TenantDep
 from api.upload import Upload
@@ -63,16 +64,7 @@ async def list_files(request: Request, services: ServicesDep, tenant: TenantDep)
         found = await services.sql.read(page)
     except files.UnknownFile as error:
         raise BadRequest(str(error), param="after") from None
-    data = [file_object(record) for record in found[:limit]]
-    return json_response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": len(found) > limit,
-        }
-    )
+    return json_response(list_object([file_object(record) for record in found], limit))
 
 
 @router.get("/v1/files/{file_id}")

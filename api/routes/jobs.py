@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.core import JOB_ID, disconnected
 from api.errors import BadRequest, NotFound, json_response
-from api.present import with_attempts
+from api.present import list_object, with_attempts
 from api.query import integer, one_of, read_query, seconds, text
 from api.services import Services, ServicesDep, TenantDep
 from jobs import store
@@ -40,24 +40,15 @@ async def list_jobs(request: Request, services: ServicesDep, tenant: TenantDep) 
     filters = read_query(request, LIST_QUERY)
     limit = filters.pop("limit", DEFAULT_LIMIT)
 
-    def page(connection: Connection, now: float) -> tuple[list[dict[str, Any]], bool]:
+    def page(connection: Connection, now: float) -> list[dict[str, Any]]:
         records = store.list_jobs(connection, tenant=tenant, limit=limit + 1, **filters)
-        objects = services.presenter.objects(records[:limit], connection, now)
-        return objects, len(records) > limit
+        return services.presenter.objects(records, connection, now)
 
     try:
-        data, has_more = await services.sql.read(page)
+        data = await services.sql.read(page)
     except store.UnknownCursor as error:
         raise BadRequest(str(error)[:200], param="after") from None
-    return json_response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": has_more,
-        }
-    )
+    return json_response(list_object(data, limit))
 
 
 @router.get("/v1/jobs/{job_id}")

@@ -12,7 +12,7 @@ from api import core, sse
 from api.calls import NAMESPACE, Call, call_of, read_body
 from api.door import Door
 from api.errors import ApiError, BadRequest, NotFound, Unavailable, json_response
-from api.present import STANDING, job_object
+from api.present import STANDING, job_object, list_object
 from api.query import any_text, boolean, integer, one_of, read_query, text
 from api.services import Services, ServicesDep, TenantDep
 from jobs import openai, store
@@ -133,16 +133,7 @@ async def list_input_items(
             raise BadRequest(f"no item {query['after']!r} to list after", param="after")
         items = items[ids.index(query["after"]) + 1 :]
     limit = query.get("limit", DEFAULT_LIMIT)
-    data = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": len(items) > limit,
-        }
-    )
+    return json_response(list_object(items, limit))
 
 
 @router.post(openai.RESPONSES + "/input_tokens")

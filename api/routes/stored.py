@@ -11,6 +11,7 @@ from api.core import JOB_ID, find
 from api.envelope import Metadata
 from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
+from api.present import list_object
 from api.query import integer, one_of, read_query, text
 from api.services import Services, ServicesDep, TenantDep
 from jobs import openai, store, stored
@@ -50,7 +51,7 @@ async def list_completions(request: Request, services: ServicesDep, tenant: Tena
         found = await services.sql.read(page)
     except store.UnknownCursor:
         raise BadRequest(f"no completion {after!r} to list after", param="after") from None
-    return json_response(_page([_object(record) for record in found], limit))
+    return json_response(list_object([_object(record) for record in found], limit))
 
 
 @router.get(openai.CHAT + "/{completion_id}")
@@ -111,18 +112,7 @@ async def list_messages(
         if query["after"] not in ids:
             raise BadRequest(f"no message {query['after']!r} to list after", param="after")
         messages = messages[ids.index(query["after"]) + 1 :]
-    return json_response(_page(messages, query.get("limit", DEFAULT_LIMIT)))
-
-
-def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    data = found[:limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(found) > limit,
-    }
+    return json_response(list_object(messages, query.get("limit", DEFAULT_LIMIT)))
 
 
 def _object(record: JobRecord) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
+from api.present import list_object
 from api.query import integer, read_query
 from api.services import Services, ServicesDep, TenantDep
 from jobs import webhooks
@@ -94,7 +95,7 @@ async def list_all(request: Request, services: ServicesDep, tenant: TenantDep) -
     found = await services.sql.read(
         lambda connection, now: webhooks.list_endpoints(connection, tenant)
     )
-    return json_response(_list([endpoint_object(each) for each in found]))
+    return json_response(list_object([endpoint_object(each) for each in found]))
 
 
 @router.get("/v1/webhook_endpoints/{endpoint_id}")
@@ -180,7 +181,7 @@ async def deliveries(
             connection, tenant, _id(endpoint_id), limit=limit
         ),
     )
-    return json_response(_list([delivery_object(each) for each in found]))
+    return json_response(list_object([delivery_object(each) for each in found]))
 
 
 @router.post("/v1/webhook_endpoints/{endpoint_id}/deliveries/{delivery_id}/redeliver")
@@ -219,16 +220,6 @@ def delivery_object(delivery: Delivery) -> dict[str, Any]:
     over = delivery.next_try_at is None
     status = "delivered" if delivery.delivered_at else "failed" if over else "pending"
     return {"object": "webhook_delivery", "status": status, **shown}
-
-
-def _list(data: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": False,
-    }
 
 
 def _check_address(services: Services, url: str) -> None:
