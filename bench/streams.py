@@ -37,6 +37,7 @@ from jobs.settings import Settings
 from jobs.streams import Run, StreamWriter
 
 MODEL = "tiny"
+CONNECTIONS = 24  # that submit: the client's pool takes the longer the more wait for one
 WORKER = "bench"
 LEASE_S = 3600.0
 READY_TIMEOUT_S = 60.0
@@ -151,13 +152,15 @@ async def submits(url: str, rate: float, seconds: float, pollers: int) -> Any:
     took: dict[str, list[float]] = {"submit": [], "poll": []}
     newest: list[str] = []
     failed = 0
-    limits = httpx.Limits(max_connections=None)
+    free = asyncio.Semaphore(CONNECTIONS)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     job = {"url": "/v1/completions", "body": {"model": MODEL, "prompt": "Once", "max_tokens": 4}}
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
 
         async def submit(at: float) -> None:
             nonlocal failed
-            reply = await client.post("/v1/jobs", json=job)
+            async with free:
+                reply = await client.post("/v1/jobs", json=job)
             took["submit"].append(time.monotonic() - at)  # from when it was due
             if reply.status_code == 202:
                 newest[:] = [reply.json()["id"]]
