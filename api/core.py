@@ -67,11 +67,7 @@ async def accept(
     try:
         submitted = await services.sql.write(submit)
     except store.IdempotencyConflict:
-        raise Conflict(
-            "this Idempotency-Key was used with another body",
-            param="idempotency-key",
-            code="idempotency_conflict",
-        ) from None
+        raise key_conflict() from None
     if len(submitted.records) < len(new_jobs):
         raise Conflict(
             "jobs of this Idempotency-Key's first call have been deleted since",
@@ -83,6 +79,14 @@ async def accept(
         first = submitted.records[0]
         logger.info("job %s accepted: url=%s jobs=%d", first.id, first.url, len(new_jobs))
     return submitted
+
+
+def key_conflict() -> Conflict:
+    return Conflict(
+        "this Idempotency-Key was used with another body",
+        param="idempotency-key",
+        code="idempotency_conflict",
+    )
 
 
 async def cancel(services: Services, tenant: str, job_id: str) -> JobRecord | None:

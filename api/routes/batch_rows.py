@@ -10,13 +10,13 @@ from starlette.responses import Response
 from api.errors import BadRequest, Conflict, json_response
 from api.query import boolean, integer, read_query
 from api.routes.batches import known
+from api.routes.files import write_row
 from api.services import Services, ServicesDep, TenantDep
 from jobs import batches, files
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object, encoded, is_worth_another_try, line, request_line
 from jobs.file_store import Incoming
 from jobs.files import FileRecord
-from jobs.quotas import QuotaExceeded
 from jobs.records import JobRecord
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
@@ -165,8 +165,4 @@ async def _begin(services: Services, batch: BatchRecord, incoming: Incoming) -> 
         batches.create(connection, record)
         return record
 
-    try:
-        return await services.sql.write(write)
-    except QuotaExceeded:
-        await services.disk.run(services.files.remove, file_id)
-        raise
+    return await write_row(services, file_id, write)

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection
 from starlette.responses import Response
 
-from api.core import idempotency_key
+from api.core import idempotency_key, key_conflict
 from api.envelope import Metadata
-from api.errors import BadRequest, Conflict, NotFound, json_response
+from api.errors import BadRequest, NotFound, json_response
 from api.fields import checked
 from api.intake import digest, parse_json
 from api.present import list_object
@@ -82,11 +82,7 @@ async def create(request: Request, services: ServicesDep, tenant: TenantDep) -> 
     except files.UnknownFile as error:
         raise BadRequest(str(error), param="input_file_id", code="file_not_found") from None
     except store.IdempotencyConflict:
-        raise Conflict(
-            "this Idempotency-Key was used with another body",
-            param="idempotency-key",
-            code="idempotency_conflict",
-        ) from None
+        raise key_conflict() from None
     headers = {"idempotent-replayed": "true"} if replayed else {}
     return json_response(batch_object(record), headers=headers)
 

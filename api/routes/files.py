@@ -144,8 +144,13 @@ async def _keep(services: Services, tenant: str, received: Upload, ttl_s: float)
         files.add(connection, record)
         return record
 
+    return await write_row(services, file_id, add)
+
+
+async def write_row(services: Services, file_id: str, write: Callable[[Connection, float], R]) -> R:
+    """Write the row of a file whose bytes are kept. Raises QuotaExceeded, and they are gone."""
     try:
-        return await services.sql.write(add)
+        return await services.sql.write(write)
     except QuotaExceeded:
         await services.disk.run(services.files.remove, file_id)
         raise
