@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from cli.main import tokenmill
 from jobs.database import Database
 from tests.jobs.conftest import Bench, new_job
 from tests.jobs.test_dead import fail
@@ -18,16 +16,6 @@ def bench(sqlite_url):
         now = database.clock(connection)
     yield Bench(database, now - 7200)  # jobs of two hours ago
     database.dispose()
-
-
-@pytest.fixture
-def run(sqlite_url):
-    def run(*words, status=0):
-        result = CliRunner().invoke(tokenmill, words, env={"DATABASE_URL": sqlite_url})
-        assert result.exit_code == status, result.output
-        return result
-
-    return run
 
 
 def dead(run, *options):

@@ -11,16 +11,6 @@ from jobs.database import Database
 from jobs.keys import Scope
 
 
-@pytest.fixture
-def run(sqlite_url):
-    def run(*words, status=0):
-        result = CliRunner().invoke(tokenmill, words, env={"DATABASE_URL": sqlite_url})
-        assert result.exit_code == status, result.output
-        return result
-
-    return run
-
-
 def found(sqlite_url, key):
     database = Database(sqlite_url)
     with database.read() as connection:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.triton.grouping import find_tile
-from engine.kernels.triton.packed_linear import FEW, FLOAT32, SOME, Tiles, made, times
+from engine.kernels.triton.packed_linear import FEW, FLOAT32, SOME, Tiles, add_run
 
 
 @triton.jit
@@ -43,24 +43,13 @@ def multiply_packed_groups(
         n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = n < N
         row = expert.to(tl.int64) * N + n
-        j = tl.arange(0, HALF)
         RUN: tl.constexpr = 2 * HALF if FOUR else HALF
         acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for first in tl.range(0, K, RUN):
-            if FOUR:
-                byte = row[:, None] * (K // 2) + first // 2 + j[None, :]
-                both = tl.load(values + byte, mask=inside[:, None], other=0)
-                low = made(both & 15, scales, zeros, row, first // GROUP, GROUPS, inside, ZEROS)
-                acc = times(acc, low, x, at, first + j, there, K)
-                second = first + HALF
-                high = made(both >> 4, scales, zeros, row, second // GROUP, GROUPS, inside, ZEROS)
-                acc = times(acc, high, x, at, second + j, there, K)
-            else:
-                k = first + j
-                mask = inside[:, None] & (k < K)[None, :]
-                whole = tl.load(values + row[:, None] * K + k[None, :], mask=mask, other=0)
-                weight = made(whole, scales, zeros, row, first // GROUP, GROUPS, inside, ZEROS)
-                acc = times(acc, weight, x, at, k, there, K)
+            acc = add_run(
+                acc, values, scales, zeros, row, inside, x, at, there, first,
+                K, GROUP, GROUPS, HALF, FOUR, ZEROS,
+            )  # fmt: skip
         to = place.to(tl.int64)
         if PER_TOKEN == 0:
             to = pair

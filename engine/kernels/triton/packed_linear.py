@@ -52,6 +52,31 @@ def times(acc, weight, x, at, k, there, K: tl.constexpr):
     return tl.dot(weight.to(rows.dtype), rows, acc, input_precision="ieee")
 
 
+@triton.jit
+def add_run(
+    acc, values, scales, zeros, row, inside, x, at, there, first,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+    FOUR: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Add products of the inputs from `first` on: HALF of them, in 4 bits twice as many."""
+    j = tl.arange(0, HALF)
+    if FOUR:
+        byte = row[:, None] * (K // 2) + first // 2 + j[None, :]
+        both = tl.load(values + byte, mask=inside[:, None], other=0)
+        low = made(both & 15, scales, zeros, row, first // GROUP, GROUPS, inside, ZEROS)
+        acc = times(acc, low, x, at, first + j, there, K)
+        second = first + HALF
+        high = made(both >> 4, scales, zeros, row, second // GROUP, GROUPS, inside, ZEROS)
+        acc = times(acc, high, x, at, second + j, there, K)
+    else:
+        k = first + j
+        mask = inside[:, None] & (k < K)[None, :]
+        whole = tl.load(values + row[:, None] * K + k[None, :], mask=mask, other=0)
+        weight = made(whole, scales, zeros, row, first // GROUP, GROUPS, inside, ZEROS)
+        acc = times(acc, weight, x, at, k, there, K)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_packed(
     out,  # [SPLITS, num_rows, N]; float32 where there are splits
@@ -79,28 +104,16 @@ def multiply_packed(
     split = tl.program_id(2)
     inside, there = n < N, m < num_rows
     at = m.to(tl.int64) * x_stride
-    j = tl.arange(0, HALF)
     n_wide = n.to(tl.int64)
     RUN: tl.constexpr = 2 * HALF if FOUR else HALF
     RUNS: tl.constexpr = (K + RUN - 1) // RUN
     EACH: tl.constexpr = (RUNS + SPLITS - 1) // SPLITS
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for run in tl.range(split * EACH, tl.minimum(split * EACH + EACH, RUNS)):
-        first = run * RUN
-        if FOUR:
-            byte = n_wide[:, None] * (K // 2) + run * HALF + j[None, :]
-            pair = tl.load(values + byte, mask=inside[:, None], other=0)
-            low = made(pair & 15, scales, zeros, n_wide, first // GROUP, GROUPS, inside, ZEROS)
-            acc = times(acc, low, x, at, first + j, there, K)
-            second = first + HALF
-            high = made(pair >> 4, scales, zeros, n_wide, second // GROUP, GROUPS, inside, ZEROS)
-            acc = times(acc, high, x, at, second + j, there, K)
-        else:
-            k = first + j
-            mask = inside[:, None] & (k < K)[None, :]
-            whole = tl.load(values + n_wide[:, None] * K + k[None, :], mask=mask, other=0)
-            weight = made(whole, scales, zeros, n_wide, first // GROUP, GROUPS, inside, ZEROS)
-            acc = times(acc, weight, x, at, k, there, K)
+        acc = add_run(
+            acc, values, scales, zeros, n_wide, inside, x, at, there, run * RUN,
+            K, GROUP, GROUPS, HALF, FOUR, ZEROS,
+        )  # fmt: skip
     if BIAS:
         added = tl.load(bias + n, mask=inside, other=0).to(tl.float32)
         acc += added[:, None]
