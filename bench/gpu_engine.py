@@ -18,10 +18,11 @@ from torch import Tensor
 
 from engine import model_runner
 from engine.config import EngineConfig
-from engine.model_runner import ModelRunner, max_num_scored_tokens
+from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_memory import max_num_scored_tokens
 from engine.step_plan import StepPlan
 from engine.step_result import OnDevice, StepResult
 from engine.stepper import Stepper

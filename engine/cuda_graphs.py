@@ -1,13 +1,16 @@
-"""Steps of decodes alone, captured once for some sizes and replayed: one launch for a whole model.
+"""Steps of a few tokens of each sequence, captured for some shapes and replayed in one launch.
 
-A step is padded to the next size that was captured. What is padded belongs to no sequence: it has a
-token and a position, but no slot to store to, and attention passes it over. All sizes read from the
-same inputs; on a GPU they share one pool of memory, the largest being captured first.
+A shape is a number of sequences and how many tokens each may have: one, where nothing is guessed,
+and as many as drafts are verified at once, or as a draft model has to catch up with. A step is
+padded to the next shape that was captured. What is padded belongs to no sequence: it has a token
+and a position, but no slot to store to, and attention passes it over; it counts through lengths on
+the device, so that sequences may have fewer tokens than the shape has room for. All shapes read
+from the same inputs; on a GPU they share one pool of memory, the largest being captured first.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +22,8 @@ from engine.step_batch import StepArrays, StepBatch
 
 logger = logging.getLogger(__name__)
 
-MOST_SEQUENCES = 512  # of a captured step; larger ones keep a GPU busy without
-FINE_STEPS = 128  # up to here sizes are 8 apart, then 32
+MOST_TOKENS = 512  # of a captured step; larger ones keep a GPU busy without
+FINE_STEPS = 128  # up to here numbers of sequences are 8 apart, then 32
 Forward = Callable[[StepBatch], Tensor]
 
 
@@ -33,34 +36,54 @@ class Graph(Protocol):
 Capture = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 
 
-def sizes_for(max_num_seqs: int) -> list[int]:
-    """Sequences of the steps to capture, ascending."""
-    most = min(max_num_seqs, MOST_SEQUENCES)
+class Shape(NamedTuple):
+    """Of a captured step."""
+
+    num_sequences: int
+    width: int  # tokens of each, at most
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.width
+
+
+def shapes_for(max_num_seqs: int, width: int) -> list[Shape]:
+    """What to capture: steps of one token of each sequence, and of up to `width`; ascending."""
+    return [
+        Shape(size, each)
+        for each in sorted({1, width})
+        for size in _sizes(min(max_num_seqs, MOST_TOKENS // each))
+    ]
+
+
+def _sizes(most: int) -> list[int]:
     fine = range(8, min(most, FINE_STEPS), 8)
     coarse = range(FINE_STEPS, most, 32)
     return [*(size for size in (1, 2, 4, *fine, *coarse) if size < most), most]
 
 
-def padding(size: int, max_blocks: int, device: torch.device) -> StepBatch:
+def padding(
+    num_sequences: int, num_tokens: int, max_blocks: int, device: torch.device
+) -> StepBatch:
     """A step of tokens that belong to no sequence."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return StepBatch(
-        token_ids=zeros(size),
-        positions=zeros(size),
+        token_ids=zeros(num_tokens),
+        positions=zeros(num_tokens),
         metadata=AttentionMetadata(
-            cu_query_lens=zeros(size + 1, dtype=torch.int32),
-            seq_lens=zeros(size, dtype=torch.int32),
-            slot_mapping=zeros(size) + NO_SLOT,
-            block_tables=zeros(size, max_blocks, dtype=torch.int32),
+            cu_query_lens=zeros(num_sequences + 1, dtype=torch.int32),
+            seq_lens=zeros(num_sequences, dtype=torch.int32),
+            slot_mapping=zeros(num_tokens) + NO_SLOT,
+            block_tables=zeros(num_sequences, max_blocks, dtype=torch.int32),
         ),
-        logit_rows=torch.arange(size, device=device),
+        logit_rows=zeros(num_tokens),
     )
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The captured steps of one model and KV cache, and the memory they read from."""
 
     def __init__(
@@ -68,63 +91,71 @@ class DecodeGraphs:
         forward: Forward,
         capture: Capture,
         *,
-        sizes: Sequence[int],  # ascending
+        shapes: Sequence[Shape],
         max_blocks: int,  # of a sequence
         device: torch.device,
     ) -> None:
-        self._inputs = padding(sizes[-1], max_blocks, device)
-        self._captured: dict[int, tuple[Graph, Tensor]] = {}
-        for count, size in enumerate(reversed(sizes), start=1):
-            batch = self._part(size)
-            self._captured[size] = capture(lambda batch=batch: forward(batch))  # type: ignore[misc]
-            logger.info("captured %d of %d: steps of %d sequences", count, len(sizes), size)
-        self._sizes = list(sizes)
+        most = max(shape.num_sequences for shape in shapes)
+        self._inputs = padding(most, max(s.num_tokens for s in shapes), max_blocks, device)
+        # the first that a step fits in is the one that pads it least
+        self._shapes = sorted(shapes, key=lambda shape: (shape.width, shape.num_sequences))
+        self._captured: dict[Shape, tuple[Graph, Tensor]] = {}
+        largest_first = sorted(shapes, key=lambda shape: -shape.num_tokens)
+        for count, shape in enumerate(largest_first, start=1):
+            batch = self._part(shape)
+            self._captured[shape] = capture(lambda batch=batch: forward(batch))  # type: ignore[misc]
+            logger.info(
+                "captured %d of %d: steps of %d sequences with %d tokens each",
+                count, len(shapes), shape.num_sequences, shape.width,
+            )  # fmt: skip
 
-    def takes(self, arrays: StepArrays) -> bool:
-        """Whether a step is one token of each of some sequences, all of which draw."""
-        num_tokens = len(arrays.token_ids)
-        return (
-            num_tokens <= self._sizes[-1]
-            and num_tokens == len(arrays.seq_lens)
-            and np.array_equal(arrays.logit_rows, np.arange(num_tokens))
-        )
-
-    def inputs(self, arrays: StepArrays) -> StepBatch:
-        """The step where it is read from. The next call overwrites it."""
+    def shape_for(self, arrays: StepArrays) -> Shape | None:
+        """The least padded one that has room for a step, if any has."""
         num_sequences = len(arrays.seq_lens)
-        padded = arrays.padded(self._size_for(num_sequences))
-        batch = self._part(len(padded.seq_lens))
-        into, given = batch.metadata, padded.to(batch.token_ids.device)
+        width = int(np.diff(arrays.cu_query_lens).max())
+        fits = (
+            shape
+            for shape in self._shapes
+            if shape.num_sequences >= num_sequences
+            and shape.width >= width
+            and shape.num_tokens >= len(arrays.logit_rows)
+        )
+        return next(fits, None)
+
+    def inputs(self, arrays: StepArrays, shape: Shape) -> StepBatch:
+        """The step where a shape's is read from. The next call overwrites it."""
+        batch = self._part(shape)
+        into = batch.metadata
+        given = arrays.padded(shape.num_sequences, shape.num_tokens).to(batch.token_ids.device)
         batch.token_ids.copy_(given.token_ids)
         batch.positions.copy_(given.positions)
+        batch.logit_rows.copy_(given.logit_rows)
         into.cu_query_lens.copy_(given.metadata.cu_query_lens)
         into.seq_lens.copy_(given.metadata.seq_lens)
         into.slot_mapping.copy_(given.metadata.slot_mapping)
-        width = padded.block_tables.shape[1]
+        width = given.metadata.block_tables.shape[1]
         into.block_tables[:, :width].copy_(given.metadata.block_tables)
         return batch
 
-    def replay(self, num_sequences: int) -> Tensor:  # [num_sequences, vocab]
-        """The logits of what `inputs` was given. The next replay overwrites them."""
-        graph, logits = self._captured[self._size_for(num_sequences)]
+    def replay(self, shape: Shape, num_rows: int) -> Tensor:  # [num_rows, vocab]
+        """The logits wanted of what `inputs` was given. The next replay overwrites them."""
+        graph, logits = self._captured[shape]
         graph.replay()
-        return logits[:num_sequences]
+        return logits[:num_rows]
 
-    def _size_for(self, num_sequences: int) -> int:
-        return next(size for size in self._sizes if size >= num_sequences)
-
-    def _part(self, size: int) -> StepBatch:
+    def _part(self, shape: Shape) -> StepBatch:
         inputs, metadata = self._inputs, self._inputs.metadata
+        num_sequences, num_tokens = shape.num_sequences, shape.num_tokens
         return StepBatch(
-            token_ids=inputs.token_ids[:size],
-            positions=inputs.positions[:size],
+            token_ids=inputs.token_ids[:num_tokens],
+            positions=inputs.positions[:num_tokens],
             metadata=AttentionMetadata(
-                cu_query_lens=metadata.cu_query_lens[: size + 1],
-                seq_lens=metadata.seq_lens[:size],
-                slot_mapping=metadata.slot_mapping[:size],
-                block_tables=metadata.block_tables[:size],
+                cu_query_lens=metadata.cu_query_lens[: num_sequences + 1],
+                seq_lens=metadata.seq_lens[:num_sequences],
+                slot_mapping=metadata.slot_mapping[:num_tokens],
+                block_tables=metadata.block_tables[:num_sequences],
             ),
-            logit_rows=inputs.logit_rows[:size],
+            logit_rows=inputs.logit_rows[:num_tokens],
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from engine.bounds import check_int
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.model_runner import ModelRunner, Runner, max_num_scored_tokens
+from engine.model_runner import ModelRunner, Runner
 from engine.outputs import Delta, EngineStats, RequestOutput, RequestUpdate
 from engine.repetition import LoopDetector
 from engine.requests import Request, Sample, check_types
@@ -27,6 +27,7 @@ from engine.sampling_params import ParameterError, SamplingParams, check_generat
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceState, TokenFilter
 from engine.speculation.setup import draft_runner, speculator_of
+from engine.step_memory import max_num_scored_tokens
 from engine.step_plan import StepPlan
 from engine.step_result import StepResult
 from engine.stepper import Stepper

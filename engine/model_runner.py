@@ -16,13 +16,11 @@ from engine.assumed import UNKNOWN, may_stay_unknown
 from engine.collectives import ALONE, Group
 from engine.config import EngineConfig
 from engine.crew import Crew
-from engine.cuda_graphs import DecodeGraphs, cuda_capture, padding, sizes_for
+from engine.cuda_graphs import Shape, StepGraphs, cuda_capture, shapes_for
 from engine.draws import Draws
 from engine.kernels.memory import sent
 from engine.kernels.registry import REFERENCE, select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
-from engine.layers.attention import AttentionMetadata
-from engine.logprobs import token_logprobs
 from engine.models.decoder import Decoder
 from engine.models.model import Model, load_model
 from engine.models.packing import (
@@ -33,13 +31,9 @@ from engine.models.packing import (
     telling_of_compilation,
 )
 from engine.models.step_times import max_num_batched_tokens
-from engine.sampler import (
-    SampledRow,
-    draw_on_device,
-    sample,
-)
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.sampler import draw_on_device, sample
 from engine.step_batch import StepArrays, StepBatch, plan_arrays
+from engine.step_memory import StepMemory
 from engine.step_message import decode_step, encode_step
 from engine.step_plan import ScheduledSequence, StepPlan
 from engine.step_result import Drawn, Known, Launched, OnDevice, StepResult
@@ -48,7 +42,7 @@ from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
 
-MAX_SCORED_LOGITS = 1 << 25  # 128 MiB of float32, and as much for their log-probabilities
+CATCHING_UP = 2  # tokens that a draft model lacks, at most, where its drafts were confirmed
 
 
 class Runner(Protocol):
@@ -88,11 +82,15 @@ class ModelRunner:
         on_loaded: abc.Callable[[], None] = lambda: None,  # for a rank that follows
         beside: "ModelRunner | None" = None,  # that has as many blocks of the same memory
         without_blocks: bool = False,  # they are made later, with `make_blocks`
+        drafts: bool = False,  # for another model, step by step
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.device = device_of(config, 0 if group is None else group.shard.rank)
         self._config = config
+        # tokens of a sequence in steps that are worth capturing
+        verified = 1 + (config.num_draft_tokens if config.speculation != "off" else 0)
+        self._width = CATCHING_UP if drafts else verified
         self._crew: Crew | None = None
         if group is None and config.tensor_parallel > 1:
             if config.quantization != "none" and self.device.type == "cpu":
@@ -158,7 +156,7 @@ class ModelRunner:
         # several ranks take each other's steps as they are known: one after the other
         alone = self._group.shard.size == 1
         self.overlaps = config.overlap_steps and self.device.type == "cuda" and alone
-        self._graphs = self._captured(config) if self.device.type == "cuda" else None
+        self._graphs = self._captured()
         logger.info(
             "model %s loaded: device=%s ranks=%d kv_dtype=%s computed_by=%s num_blocks=%d "
             "max_model_len=%d",
@@ -243,16 +241,20 @@ class ModelRunner:
             with self._crew.in_step():
                 self._crew.send(encode_step((), arrays))
                 return self._computed(arrays)
-        graphs = self._graphs if self._graphs is not None and self._graphs.takes(arrays) else None
-        batch = arrays.to(self.device) if graphs is None else graphs.inputs(arrays)
+        graphs = self._graphs
+        shape = None if graphs is None else graphs.shape_for(arrays)
+        if graphs is None or shape is None:
+            batch = arrays.to(self.device)
+        else:
+            batch = graphs.inputs(arrays, shape)
         if len(unknown):
             assert before is not None
             owners = np.searchsorted(arrays.cu_query_lens, unknown, side="right") - 1
             sources = [before.places[scheduled[i].sequence.seq_id] for i in owners]
             at, of = sent(torch.from_numpy(np.stack((unknown, sources))), self.device)
             batch.token_ids.index_copy_(0, at, before.ids[of])
-        if graphs is not None:
-            return graphs.replay(len(arrays.seq_lens))
+        if graphs is not None and shape is not None:
+            return graphs.replay(shape, len(arrays.logit_rows))
         return self._forward(batch, self.kv_cache.layers)
 
     @torch.inference_mode()
@@ -275,21 +277,26 @@ class ModelRunner:
             batch.logit_rows,
         )
 
-    def _captures(self, config: EngineConfig) -> bool:
+    def _captures(self) -> bool:
         # plain PyTorch's kernels read lengths back to the host, and transformers' code may
         own = isinstance(self._model, Decoder) and self._kernels is not REFERENCE
-        return config.cuda_graphs and own and self._group.shard.size == 1
+        return self._config.cuda_graphs and own and self._group.shard.size == 1
+
+    def _shapes(self) -> list[Shape]:
+        """Of the steps that are to be captured, if any are."""
+        return shapes_for(self._config.max_num_seqs, self._width) if self._captures() else []
 
     @torch.inference_mode()
-    def _captured(self, config: EngineConfig) -> DecodeGraphs | None:
-        """Steps of decodes, captured; None where they are not to be, or cannot."""
-        if not self._captures(config):
+    def _captured(self) -> StepGraphs | None:
+        """Steps of few tokens, captured; None where they are not to be, or cannot."""
+        shapes = self._shapes() if self.device.type == "cuda" else []
+        if not shapes:
             return None
         with torch.cuda.device(self.device):
-            return DecodeGraphs(
+            return StepGraphs(
                 lambda batch: self._forward(batch, self.kv_cache.layers),
                 cuda_capture(),
-                sizes=sizes_for(config.max_num_seqs),
+                shapes=shapes,
                 max_blocks=-(-self.max_model_len // self._block_size),
                 device=self.device,
             )
@@ -298,74 +305,28 @@ class ModelRunner:
         """Blocks that fit, with as many of another model beside them; the least of all ranks."""
         config, num_blocks = self._config, self._config.num_blocks
         if num_blocks is None:
-            num_bytes, other_bytes = self._cache_bytes(config, self._shape), 0
+            num_bytes, other_bytes = config.kv_cache_bytes, 0
+            if self.device.type == "cuda":
+                num_bytes = self._memory().left(config.gpu_memory_utilization)
             if beside is not None:
                 other_bytes = beside._shape.block_bytes
                 if beside.device.type == "cuda":
-                    num_bytes -= beside._captured_bytes(beside._config, beside._shape)
+                    num_bytes -= beside._memory().captured_bytes()
             num_blocks = self._shape.num_blocks(num_bytes, beside=other_bytes)
         return self._group.least(num_blocks)
 
-    def _cache_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
-        """Memory for the KV cache: what the settings say on a CPU, what is left on a GPU."""
-        if self.device.type != "cuda":
-            return config.kv_cache_bytes
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._run_largest_step(config, shape)
-        free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        others = total - free - held  # the context, and other processes
-        captured = self._captured_bytes(config, shape)
-        torch.cuda.empty_cache()
-        return int(total * config.gpu_memory_utilization) - others - peak - captured
-
-    @torch.inference_mode()
-    def _captured_bytes(self, config: EngineConfig, shape: KVCacheShape) -> int:
-        """Memory that captured steps keep for themselves: what the largest takes, as they share."""
-        if not self._captures(config):
-            return 0
-        scratch = KVCache(shape, 1, self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        batch = padding(
-            max(sizes_for(config.max_num_seqs)), self.max_model_len // self._block_size + 1,
-            self.device,
-        )  # fmt: skip
-        self._forward(batch, scratch.layers)
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-    @torch.inference_mode()
-    def _run_largest_step(self, config: EngineConfig, shape: KVCacheShape) -> None:
-        """One step with as many tokens, and as many rows with logits, as a plan may have."""
-        num_tokens = min(self.max_num_batched_tokens, self.max_model_len)
-        num_blocks = -(-num_tokens // shape.block_size)
-        scratch = KVCache(shape, num_blocks, self.device)
-        positions = torch.arange(num_tokens, device=self.device)
-        num_sampling = min(config.max_num_seqs, num_tokens)
-        num_rows = min(num_sampling + max_num_scored_tokens(self.vocab_size), num_tokens)
-        logits = self._model.forward(
-            torch.zeros_like(positions),
-            positions,
-            AttentionMetadata(
-                cu_query_lens=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
-                seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
-                slot_mapping=positions,
-                block_tables=torch.arange(num_blocks, dtype=torch.int32, device=self.device)[None],
-            ),
-            scratch.layers,
-            positions[:num_rows],
+    def _memory(self) -> StepMemory:
+        return StepMemory(
+            forward=self._forward,
+            device=self.device,
+            shape=self._shape,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_tokens=self.max_num_batched_tokens,
+            max_num_draws=self._config.max_num_seqs * self._width,
+            graphs=self._shapes(),
+            kernels=self._kernels if self._group.shard.rank == 0 else None,
         )
-        if self._group.shard.rank == 0:
-            row = SampledRow(params=SamplingParams(max_tokens=1), seed=0, position=0)
-            sample(logits[:num_sampling], [row] * num_sampling, None, self._kernels)
-            token_logprobs(logits[-num_rows:], [0] * num_rows, [MAX_LOGPROBS] * num_rows)
-        torch.cuda.synchronize(self.device)
-
-
-def max_num_scored_tokens(vocab_size: int) -> int:
-    """Known tokens that one step may score: their logits are kept from growing with the prompt."""
-    return max(1, MAX_SCORED_LOGITS // vocab_size)
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

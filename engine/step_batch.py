@@ -57,11 +57,13 @@ class StepArrays:
         assert self.block_tables.max() < num_blocks
         assert self.seq_lens.max() <= max_model_len
 
-    def padded(self, size: int) -> "StepArrays":
-        """With tokens at the end that belong to no sequence, and sequences that have none."""
-        num_tokens, num_sequences = len(self.token_ids), len(self.seq_lens)
+    def padded(self, num_sequences: int, num_tokens: int) -> "StepArrays":
+        """With tokens at the end that belong to no sequence, and sequences that have none.
+
+        The logits of any token are wanted until there are as many of them as there are tokens.
+        """
+        more, others = num_tokens - len(self.token_ids), num_sequences - len(self.seq_lens)
         width = self.block_tables.shape[1]
-        more, others = size - num_tokens, size - num_sequences
         return StepArrays(
             token_ids=np.pad(self.token_ids, (0, more)),
             positions=np.pad(self.positions, (0, more)),
@@ -69,7 +71,7 @@ class StepArrays:
             seq_lens=np.pad(self.seq_lens, (0, others)),
             slot_mapping=np.pad(self.slot_mapping, (0, more), constant_values=NO_SLOT),
             block_tables=np.concatenate((self.block_tables, np.zeros((others, width), np.int64))),
-            logit_rows=self.logit_rows,
+            logit_rows=np.pad(self.logit_rows, (0, num_tokens - len(self.logit_rows))),
         )
 
     def to(self, device: torch.device) -> StepBatch:

@@ -41,7 +41,11 @@ def draft_runner(
         max_num_batched_tokens=config.max_num_batched_tokens or DRAFT_STEP_TOKENS,
     )
     return ModelRunner(
-        own, eos_token_ids=tokenizer.eos_token_ids, on_compile=on_compile, without_blocks=True
+        own,
+        eos_token_ids=tokenizer.eos_token_ids,
+        on_compile=on_compile,
+        without_blocks=True,
+        drafts=True,
     )
 
 

@@ -209,18 +209,24 @@ def test_more_sequences_than_are_counted_at_once(draw, monkeypatch, num_sequence
     check(case)
 
 
-def test_sequences_without_a_token_are_passed_over(draw):
-    case = attention_case(
-        draw, head_dim=64, group=2, dtype=torch.float16, queries=[(1, 20), (5, 30)]
-    )
-    wanted = paged_attention(**case)
-    # as a batch is padded for a captured graph
-    for name, filling in (("cu_query_lens", 6), ("seq_lens", 0)):
+@pytest.mark.parametrize("queries", [[(1, 20), (5, 30)], [(5, 270), (1, 9), (2, 31), (4, 600)]])
+def test_what_a_captured_step_is_padded_with_is_passed_over(draw, queries):
+    """Sequences without a token, and tokens of no sequence; as many rows as the shape has."""
+    case = attention_case(draw, head_dim=64, group=2, dtype=torch.float16, queries=queries)
+    wanted = in_float64(**case)
+    num_sequences = len(queries) + 3
+    for name, filling in (("cu_query_lens", len(case["query"])), ("seq_lens", 0)):
         case[name] = torch.cat((case[name], torch.full((3,), filling, dtype=torch.int32)))
     tables = case["block_tables"]
     case["block_tables"] = torch.cat((tables, torch.full((3, tables.shape[1]), 2**31 - 1)))
     case["block_tables"] = case["block_tables"].int()
-    assert torch.equal(paged_attention(**case), wanted)
+    for num_tokens in (len(wanted), 5 * num_sequences):
+        padded = torch.full((num_tokens, *case["query"].shape[1:]), torch.nan).half()
+        padded[: len(wanted)] = case["query"]
+        found = paged_attention(**case | {"query": padded})[: len(wanted)]
+        torch.testing.assert_close(
+            found.double(), wanted, **oracle.attention_tolerance(torch.float16)
+        )
 
 
 def test_a_decode_is_the_same_to_the_last_bit_whatever_is_beside_it(draw):
