@@ -11,6 +11,7 @@ RUN python -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constrain
 COPY pyproject.toml README.md LICENSE ./
 COPY engine engine
 COPY jobs jobs
+COPY bulk bulk
 COPY worker worker
 COPY api api
 COPY cli cli

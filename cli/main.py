@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": ("cli.demo:demo", "Run 48 prompts through the whole service and show what happened."),
     "submit": ("cli.client_commands:submit", "Send jobs to a running service."),
     "run-batch": ("cli.run_batch:run_batch", "Answer a file of requests; go on where it stopped."),
+    "dataset": ("cli.dataset_commands:dataset", "Make a dataset of a spec and an input's rows."),
     "status": ("cli.client_commands:status", "Show a running service, or one job."),
     "models": ("cli.model_commands:models", "List and fetch models."),
     "keys": ("cli.key_commands:keys", "Create, list and revoke API keys."),

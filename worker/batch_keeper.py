@@ -26,9 +26,10 @@ from jobs.batches import LostBatch
 from jobs.database import Database, transient, trouble
 from jobs.events import Channel, Publisher
 from jobs.file_store import FileStore
+from jobs.lines import Line, read_lines
 from jobs.settings import Settings
 from worker.batch_closer import close
-from worker.batch_reader import Line, Reading, read_lines, row_of
+from worker.batch_reader import Reading, row_of
 from worker.file_sweeper import FileSweeper
 
 R = TypeVar("R")

@@ -6,11 +6,9 @@ line. Then rows are made of it: a body that the endpoint would refuse is a row t
 the others run.
 """
 
-import codecs
 import hashlib
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, BinaryIO
 
@@ -20,40 +18,12 @@ from jobs import openai, strict_json
 from jobs.batch_record import BatchRecord
 from jobs.batches import MAX_ERRORS
 from jobs.lifecycle import ErrorCode, JobState, error_object
+from jobs.lines import Line, read_lines
 from jobs.openai_fields import BodyError
 from jobs.records import MAX_CUSTOM_ID_BYTES, JobRecord, NewJob, storable
 from jobs.settings import Settings
 
-READ_BYTES = 1 << 16
 SHOWN = 64  # characters of a custom_id in a message
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    number: int  # from 1, blank ones counted
-    end: int  # bytes of the file up to the next line
-    data: bytes | None  # None: too long
-
-
-def read_lines(file: BinaryIO, max_bytes: int, *, offset: int = 0) -> Iterator[Line]:
-    """Lines that say something, from `offset` on. A line ends with a newline alone: U+2028 and its
-    like are text. Numbers count from where the reading began."""
-    file.seek(offset)
-    number, end = 0, offset
-    while data := file.readline(max_bytes + 2):
-        number, end = number + 1, end + len(data)
-        too_long = not data.endswith(b"\n") and len(data) == max_bytes + 2
-        while too_long and (more := file.readline(READ_BYTES)):
-            end += len(more)
-            if more.endswith(b"\n"):
-                break
-        if end == len(data):  # the file's first
-            data = data.removeprefix(codecs.BOM_UTF8)
-        data = data.strip(b" \t\r\n")
-        if too_long or len(data) > max_bytes:
-            yield Line(number, end, None)
-        elif data:
-            yield Line(number, end, data)
 
 
 class _Body(msgspec.Struct):

@@ -9,7 +9,7 @@ from tests.conftest import REPOSITORY
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-SOURCE_FOLDERS = ("engine", "jobs", "worker", "api", "cli", "bench")
+SOURCE_FOLDERS = ("engine", "jobs", "bulk", "worker", "api", "cli", "bench")
 # folders of the machine somebody worked on
 MACHINE_PATH = re.compile(r"(?<![\w.{])/(?:root|home|work|Users)/(?!tokenmill\b)\w")
 DOUBT = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")

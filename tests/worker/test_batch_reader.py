@@ -8,8 +8,9 @@ import pytest
 
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.lifecycle import JobState
+from jobs.lines import Line, read_lines
 from jobs.settings import ModelEntry, Settings
-from worker.batch_reader import Line, Reading, read_lines, row_of
+from worker.batch_reader import Reading, row_of
 
 SETTINGS = Settings(
     models=(ModelEntry(name="tiny", path="x"), ModelEntry(name="other", path="x")),

@@ -1,0 +1,115 @@
+"""A dataset's spec: what `tokenmill dataset run` reads, field by field, and nothing else in it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from bulk.errors import SpecError
+
+MAX_SPEC_BYTES = 1 << 20
+MAX_SAMPLES = 1000
+SETS_SEEDS = ("seed", "n")  # parameters that the spec's own seed and samples decide
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Format = Literal["requests", "jsonl", "csv", "parquet", "arrow"]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Input(_Strict, frozen=True):
+    """Where rows come from."""
+
+    path: Name | Annotated[list[Name], Meta(min_length=1, max_length=10_000)]
+    format: Format | None = None  # None: told by the name
+    split: Name | None = None  # of a Hugging Face dataset folder that has several
+    columns: Annotated[list[Name], Meta(min_length=1, max_length=1000)] | None = None
+    delimiter: Annotated[str, Meta(min_length=1, max_length=1)] | None = None  # of CSV
+    max_row_bytes: Annotated[int, Meta(ge=256, le=1 << 26)] = 1 << 20
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
+
+
+class Spec(_Strict, frozen=True):
+    model: Name
+    input: Input
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = "/v1/chat/completions"
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    system: Annotated[str, Meta(min_length=1)] | None = None
+    parameters: dict[Name, Any] = {}
+    row_parameters: dict[Name, Name] = {}  # parameter: the column that has it
+    samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
+    seed: Annotated[int, Meta(ge=0, le=2**62)] = 0
+
+
+def read_spec(path: Path) -> Spec:
+    """Raises SpecError naming the field."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_SPEC_BYTES + 1)
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_SPEC_BYTES:
+        raise SpecError(f"{path} is over {MAX_SPEC_BYTES} bytes")
+    try:
+        value = yaml.load(data, _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise SpecError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise SpecError(f"{path} is nested too deep") from None
+    try:
+        spec = msgspec.convert(value, Spec)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"{path}: {error}".replace("`$.", "`").replace(" - at `$`", "")) from None
+    _check(spec, path)
+    return spec
+
+
+def digest(spec: Spec) -> str:
+    """Of what decides the rows that come out."""
+    text = json.dumps(msgspec.to_builtins(spec), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check(spec: Spec, path: Path) -> None:
+    """What no single field shows."""
+
+    def refuse(field: str, message: str) -> None:
+        raise SpecError(f"{path}: {field} {message}")
+
+    if spec.input.format == "requests":
+        for field in ("prompt", "system"):
+            if getattr(spec, field) is not None:
+                refuse(field, "is not for an input of requests: they have their messages")
+    elif spec.prompt is None:
+        refuse("prompt", "is required: a Jinja template over the input's columns")
+    if spec.system is not None and spec.endpoint != "/v1/chat/completions":
+        refuse("system", "needs the endpoint /v1/chat/completions")
+    for field, names in (("parameters", spec.parameters), ("row_parameters", spec.row_parameters)):
+        for name in names:
+            if name in SETS_SEEDS:
+                refuse(f"{field}.{name}", "is not a parameter here: the spec has seed and samples")
+            if name in ("model", "messages", "prompt", "stream"):
+                refuse(f"{field}.{name}", "is not a parameter: the spec decides it")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands there twice, of which YAML's own takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"{key} stands there twice, again in line {line}")
+            seen.add(key if isinstance(key, str) else id(key_node))
+        return super().construct_mapping(node, deep)
