@@ -4,8 +4,8 @@
 
 A workload's floor is its operations over the best rate of a large product, plus the bytes it must
 read over the rate of reading memory, both as they were measured just before the run. Operations:
-two for each weight and token, at the rate of their own products where weights are in 8 bits or
-bfloat16; attention's products, in float32.
+two for each weight and token, at the rate of their own products where the CPU has such in 8 or 16
+bits; attention's products, in float32.
 Bytes: all weights once a step, with as few steps as the longest output has tokens; keys and values
 once for each token that attends to them, those of a prefix that all requests share once a step.
 """
@@ -94,7 +94,11 @@ def floor_seconds(
     read = work.steps * (shape.weights_a_token + shape.head_weights) * BYTES[of_weights]
     read += work.kv_tokens * shape.kv_numbers_a_token * cache
     rate = max(limits["product_gflops"], limits["kernel_gflops"])
-    own = {"int8": "kernel_int8_gops", "bfloat16": "kernel_bfloat16_gflops"}
+    own = {
+        "int8": "kernel_int8_gops",
+        "bfloat16": "kernel_bfloat16_gflops",
+        "float16": "kernel_float16_gflops",
+    }
     of_products = limits.get(own.get(of_weights, ""), rate)
     return (
         work.operations / of_products / 1e9 + work.attention / rate / 1e9,

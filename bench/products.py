@@ -1,12 +1,14 @@
 """Products of some layers' weights by the CPU kernels, as a step runs them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.halves import half_words, halve_row, pack_halves
 from engine.kernels.cpu.matmul import Weights, multiply, pack, stored_as
 from engine.kernels.cpu.pairs import pack_pairs, pair_row, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
@@ -26,25 +28,33 @@ def _multiply(x, weights, outputs, num_rows, num_inputs, kind, product, num_work
             multiply(x, weights[i], 0, outputs, False, num_rows, num_inputs, stored, crew)
 
 
-def packed(weight: Tensor, dtype: torch.dtype, *, in_pairs: bool) -> Tensor:
+def _rounding(dtype: torch.dtype, *, in_pairs: bool) -> tuple[Any, Any, Any] | None:
+    """How a weight is packed, what it is multiplied by rounded, and the words of such a row."""
     if dtype == torch.int8:
-        return pack_int8(weight)
-    return pack_pairs(weight) if in_pairs else pack(weight, dtype)
+        return pack_int8, quantize_row, quantized_words
+    if not in_pairs:
+        return None
+    if dtype == torch.float16:
+        return pack_halves, halve_row, half_words
+    return pack_pairs, pair_row, pair_words
 
 
 def by_kernels(
     weights: list[list[Tensor]], dtype: torch.dtype, num_tokens: int, *, in_pairs: bool = False
 ) -> Callable[[], None]:
     """All layers by these kernels."""
-    layers = [[packed(w, dtype, in_pairs=in_pairs) for w in layer] for layer in weights]
+    rounding = _rounding(dtype, in_pairs=in_pairs)
+    pack_one = rounding[0] if rounding else lambda weight: pack(weight, dtype)
+    layers = [[pack_one(weight) for weight in layer] for layer in weights]
     num_workers, calls = torch.get_num_threads(), []
     for place, (n, k) in enumerate(SHAPES):
         x = np.random.default_rng(0).standard_normal((num_tokens, k), np.float32)
-        if in_pairs or dtype == torch.int8:
-            words = pair_words(k) if in_pairs else quantized_words(k)
-            rounded = allocate((num_tokens, words), torch.float32, torch.device("cpu")).numpy()
+        if rounding:
+            _, round_row, words = rounding
+            size = num_tokens, words(k)
+            rounded = allocate(size, torch.float32, torch.device("cpu")).numpy()
             for row, made in zip(x, rounded, strict=True):
-                (pair_row if in_pairs else quantize_row)(row, k, made)
+                round_row(row, k, made)
             x = rounded
         addresses = np.array([layer[place].data_ptr() for layer in layers], np.int64)
         out = allocate((num_tokens, n), torch.float32, torch.device("cpu")).numpy()

@@ -16,7 +16,8 @@ class EngineConfig:
     model: str  # checkpoint folder, GGUF file or hub id
     # how weights and KV cache are kept: float32, bfloat16, float16 or auto, which is the
     # checkpoint's own type, but float32 for a CPU's KV cache; a CPU computes in float32, but rounds
-    # all that is multiplied to bfloat16 where that is asked for and it has instructions for it
+    # all that is multiplied to bfloat16 or float16 where that is asked for and it has instructions
+    # for it
     dtype: str = "auto"
     # of weights that a checkpoint has in 16 bits or more: int8, by a CPU's compiled kernels or on a
     # GPU; there int4, and fp8 with what they are multiplied by, too

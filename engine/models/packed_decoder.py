@@ -18,6 +18,7 @@ from engine.kernels.cpu.attention import tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
 from engine.kernels.cpu.emit import PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of
+from engine.kernels.cpu.halves import half_words, pack_halves
 from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, padded, stored_as
 from engine.kernels.cpu.pairs import BY_AMX, pack_pairs, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantized_words
@@ -55,7 +56,7 @@ class PackedDecoder:
         *,
         block_size: int,  # a multiple of 16
         weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
-        in_pairs: bool = False,  # bfloat16 weights: inputs are rounded to that, too
+        in_pairs: bool = False,  # weights in 16 bits: inputs are rounded to that, too
         kv_in_pairs: bool = False,  # a bfloat16 cache: so are queries and what weighs values
         kv_dtype: torch.dtype,  # likewise keys and values
     ) -> None:
@@ -313,11 +314,15 @@ class PackedDecoder:
         """float32's worth of memory for a row that is rounded before it is multiplied."""
         if self.weight_dtype == torch.int8:
             return int(quantized_words(num_inputs))
-        return int(pair_words(num_inputs)) if self._in_pairs else 1
+        if not self._in_pairs:
+            return 1
+        is_half = self.weight_dtype == torch.float16
+        return int((half_words if is_half else pair_words)(num_inputs))
 
     def _pack(self, weight: Tensor) -> int:
         if self._in_pairs:
-            return self._keep(pack_pairs(weight))
+            is_half = self.weight_dtype == torch.float16
+            return self._keep((pack_halves if is_half else pack_pairs)(weight))
         if self.weight_dtype == torch.int8:
             return self._keep(pack_int8(weight))
         return self._keep(pack(weight, self.weight_dtype))

@@ -23,7 +23,7 @@ class Packing:
 
     block_size: int  # tokens of a KV block
     weight_dtype: torch.dtype
-    in_pairs: bool = False  # bfloat16 weights are multiplied by bfloat16, two at a time
+    in_pairs: bool = False  # weights in 16 bits are multiplied by such, two at a time
     kv_in_pairs: bool = False  # likewise a bfloat16 KV cache
     kv_dtype: torch.dtype
 
@@ -80,6 +80,7 @@ def packing_of(
         small = config.quantization == "int8"
         if small:
             kept = torch.int8
+        from engine.kernels.cpu.halves import HAS_HALVES
         from engine.kernels.cpu.pairs import HAS_PAIRS
 
         # only where it is asked for: by itself nothing is rounded that the checkpoint is not
@@ -87,7 +88,8 @@ def packing_of(
         return Packing(
             block_size=config.block_size,
             weight_dtype=kept,
-            in_pairs=rounded and kept == torch.bfloat16,
+            in_pairs=(rounded and kept == torch.bfloat16)
+            or (HAS_HALVES and config.dtype == "float16" and kept == torch.float16),
             kv_in_pairs=HAS_PAIRS and (rounded or small) and kv_dtype == torch.bfloat16,
             kv_dtype=kv_dtype,
         )

@@ -20,7 +20,8 @@ NUM_VECTORS = PANEL // WIDTH  # of a tile's row
 
 # how numbers are stored; those in 8 bits have their scales beside them
 FLOAT32, FLOAT16, BFLOAT16, INT8 = 0, 1, 2, 3
-PAIRS = 4  # of bfloat16, two rows of a panel side by side, which are multiplied as such
+# two rows of a panel side by side, which are multiplied as such: of bfloat16, of float16
+PAIRS, HALF_PAIRS = 4, 5
 ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1, PAIRS: 4}
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()

@@ -15,13 +15,15 @@ from numba import cfunc, njit
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PAIRS, PANEL
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, HALF_PAIRS, INT8, PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of, call_function
+from engine.kernels.cpu.halves import half_pairs, half_panel_bytes
 from engine.kernels.cpu.machine import HAS_AMX
 from engine.kernels.cpu.matmul_amx import amx_product_function
 from engine.kernels.cpu.pairs import BY_AMX, num_pairs
 from engine.kernels.cpu.quantize import num_groups
 from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile_by_stretches
+from engine.kernels.cpu.tiles_halves import tile_halves
 from engine.kernels.cpu.tiles_int8 import (
     GROUP,
     GROUP_BYTES,
@@ -59,7 +61,9 @@ PANELS_BYTES = 384 << 10
 
 def stored_as(dtype: torch.dtype, *, in_pairs: bool = False) -> Weights:
     """Compiles the function if it is not on disk."""
-    kind = PAIRS if in_pairs else KINDS[dtype]
+    kind = KINDS[dtype]
+    if in_pairs:
+        kind = HALF_PAIRS if dtype == torch.float16 else PAIRS
     return Weights(kind, address_of(_product_function(kind)))
 
 
@@ -91,7 +95,19 @@ def panel_bytes(num_inputs, kind):
         return num_groups(num_inputs) * GROUP_BYTES
     if kind == PAIRS:
         return PANEL * 4 * num_pairs(num_inputs)
+    if kind == HALF_PAIRS:
+        return half_panel_bytes(num_inputs)
     return PANEL * num_inputs * (4 if kind == FLOAT32 else 2)
+
+
+@njit(nogil=True, cache=True)
+def _num_steps(num_inputs, kind):
+    """Of a tile's loop: 32 bits of a row of X in each."""
+    if kind == INT8:
+        return num_groups(num_inputs) * (GROUP // SIDE_BY_SIDE)
+    if kind == PAIRS:
+        return num_pairs(num_inputs)
+    return half_pairs(num_inputs) if kind == HALF_PAIRS else num_inputs
 
 
 @functools.cache
@@ -114,11 +130,7 @@ def _product_function(kind: int) -> CFunc:
         its own.
         """
         num_tiles = max(-(-num_rows // MAX_ROWS), 1)
-        steps = k
-        if kind == INT8:
-            steps = num_groups(k) * (GROUP // SIDE_BY_SIDE)
-        elif kind == PAIRS:
-            steps = num_pairs(k)
+        steps = _num_steps(k, kind)
         pace = -(-size // (num_tiles * steps))
         if num_tiles == 1:
             following, following_apart = panel + LINES_AHEAD, apart
@@ -140,6 +152,11 @@ def _product_function(kind: int) -> CFunc:
                 tile_int8(
                     left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
                     following_apart, pace, num_groups(k), rows, num_panels,
+                )  # fmt: skip
+            elif kind == HALF_PAIRS:
+                tile_halves(
+                    left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
+                    following_apart, pace, steps, rows, num_panels,
                 )  # fmt: skip
             elif is_wide:
                 tile_by_stretches(

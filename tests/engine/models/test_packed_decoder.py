@@ -37,6 +37,7 @@ def test_weights_stay_as_the_checkpoint_has_them_and_nothing_is_lost(tmp_path, n
     runner = a_runner(tmp_path, block_size=16)
     assert runner._model.weight_dtype == kept
     assert runner.kv_cache.layers[0].dtype == torch.float32
+    assert not runner._model.cost_key["in_pairs"]
     check_logits_in_any_packing(model, runner, 100)
 
 
@@ -89,7 +90,9 @@ def in_8_bits(x, part, scale_dtype):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
-@pytest.mark.parametrize("kept", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "kept", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}, {"dtype": "float16"}], ids=str
+)
 def test_a_row_of_logits_is_the_same_bits_in_any_company(checkpoint, kept, kv_cache_dtype):
     folder, _ = checkpoint
     runner = a_runner(folder, block_size=16, kv_cache_dtype=kv_cache_dtype, **kept)
