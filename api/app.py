@@ -12,11 +12,13 @@ from typing import Any
 from fastapi import FastAPI
 
 from api import errors
+from api.acceptance import Acceptance
 from api.body import BodyReader
 from api.door import Door
 from api.feed import Feed
 from api.guard import Guard
 from api.hints import Hints
+from api.intake import Intake
 from api.keyring import Keyring
 from api.middleware import Edge
 from api.pool import Pool
@@ -174,14 +176,24 @@ def _wire(settings: Settings) -> Services:
             timeout_s=CHECK_TIMEOUT_S,
         ),
     )
+    presenter = Presenter()
+    door = Door.open(settings)
+    cpu = Pool(
+        "the door check",
+        threads=CPU_THREADS,
+        max_waiting=MAX_CPU_WAITING,
+        timeout_s=CPU_TIMEOUT_S,
+    )
     return Services(
         settings=settings,
-        door=Door.open(settings),
+        door=door,
         waiters=Waiters(settings.max_waiters),
         hints=Hints(settings, database, make_app(settings)),
         bodies=BodyReader(settings.max_body_bytes, budget_bytes=settings.body_memory_bytes),
         sql=sql,
-        presenter=Presenter(),
+        presenter=presenter,
+        acceptance=Acceptance(sql, presenter, ttl_s=settings.idempotency_ttl_s),
+        intake=Intake(cpu),
         keyring=Keyring(sql, max_failed_per_minute=settings.max_failed_keys_per_minute),
         disk=disk,
         files=store,
@@ -189,12 +201,7 @@ def _wire(settings: Settings) -> Services:
         redis=connect_async(settings.redis_url),
         tracing=open_tracing(settings, "tokenmill-api"),
         feed=Feed(settings, connect_async(settings.redis_url, decode=False)),
-        cpu=Pool(
-            "the door check",
-            threads=CPU_THREADS,
-            max_waiting=MAX_CPU_WAITING,
-            timeout_s=CPU_TIMEOUT_S,
-        ),
+        cpu=cpu,
     )
 
 

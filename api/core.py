@@ -15,6 +15,7 @@ from fastapi import Request
 from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 
+from api.acceptance import Accepted
 from api.errors import ApiError, BadRequest, Conflict, NotFound, Overloaded, Unavailable
 from api.feed import Transcript
 from api.query import read_header
@@ -23,6 +24,7 @@ from jobs import store, tracing
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.records import JobRecord, NewJob
 from jobs.streams import Run, StreamMode
+from jobs.submissions import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -48,37 +50,26 @@ async def accept(
     tenant: str,
     key: str | None,
     body_sha256: bytes,
-) -> store.Submitted:
+) -> Accepted:
     """Accept all of them or none. Raises Conflict."""
     if (parent := tracing.current.get()) is not None:
         new_jobs = [replace(job, trace_parent=parent) for job in new_jobs]
-
-    def submit(connection: Connection, now: float) -> store.Submitted:
-        return store.submit(
-            connection,
-            new_jobs,
-            tenant=tenant,
-            now=now,
-            key=key,
-            body_sha256=body_sha256,
-            ttl_s=services.settings.idempotency_ttl_s,
-        )
-
+    submission = Submission(tenant=tenant, new_jobs=new_jobs, key=key, body_sha256=body_sha256)
     try:
-        submitted = await services.sql.write(submit)
+        accepted = await services.acceptance(submission)
     except store.IdempotencyConflict:
         raise key_conflict() from None
-    if len(submitted.records) < len(new_jobs):
+    if len(accepted.records) < len(new_jobs):
         raise Conflict(
             "jobs of this Idempotency-Key's first call have been deleted since",
             param="idempotency-key",
             code="job_deleted",
         )
     services.hints.submitted()
-    if submitted.records and not submitted.replayed:
-        first = submitted.records[0]
+    if accepted.records and not accepted.replayed:
+        first = accepted.records[0]
         logger.info("job %s accepted: url=%s jobs=%d", first.id, first.url, len(new_jobs))
-    return submitted
+    return accepted
 
 
 def key_conflict() -> Conflict:

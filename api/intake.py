@@ -3,18 +3,63 @@
 import hashlib
 import json
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from api.door import Door, bound_of
 from api.envelope import Envelope, read_envelope
 from api.errors import BadRequest, BodyTooLarge
+from api.pool import Pool
+from api.together import Together
 from jobs import openai, strict_json
 from jobs.lifecycle import RETRIED
 from jobs.records import NewJob, new_job_id
 from jobs.settings import Settings
 from jobs.streams import StreamMode
 
+R = TypeVar("R")
+
+SMALL_BYTES = 8192
+MAX_TOGETHER = 64
+MAX_WAITING = 1024
 _OPTION = re.compile(r"(?:(?:\[[0-9]+\]\.)?body\.)?(\w+)")
+
+
+class Intake:
+    """Checks small bodies together: in one turn of a thread all that have come by then.
+
+    A large one takes a thread for itself, so that small ones do not wait for it.
+    """
+
+    def __init__(self, cpu: Pool) -> None:
+        self._cpu = cpu
+        self._together: Together[Callable[[], Any], Any] = Together(
+            cpu.name,
+            self._check,
+            max_items=MAX_TOGETHER,
+            max_waiting=MAX_WAITING,
+            timeout_s=cpu.timeout_s,
+        )
+
+    async def __call__(self, raw: bytes, check: Callable[[], R]) -> R:
+        """What `check` makes of the body. Raises what it raises, Overloaded and Unavailable."""
+        if len(raw) > SMALL_BYTES:
+            return await self._cpu.run(check)
+        checked: R = await self._together(check)
+        return checked
+
+    async def _check(self, checks: Sequence[Callable[[], Any]]) -> list[Any]:
+        return await self._cpu.run(_each, checks)
+
+
+def _each(checks: Sequence[Callable[[], Any]]) -> list[Any]:
+    done = []
+    for check in checks:
+        try:
+            done.append(check())
+        except Exception as error:  # noqa: BLE001 - its caller raises it
+            done.append(error)
+    return done
 
 
 def parse_json(raw: bytes) -> Any:

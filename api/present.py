@@ -91,7 +91,8 @@ def list_object(found: Sequence[dict[str, Any]], limit: int | None = None) -> di
 
 def with_attempts(job: dict[str, Any], connection: Connection, *, tenant: str) -> dict[str, Any]:
     """The job object of one job that was asked for by its id."""
-    tried = attempts.of_job(connection, job["id"], tenant=tenant)
+    started = job["attempt"] > 0 or job["started_at"] is not None
+    tried = attempts.of_job(connection, job["id"], tenant=tenant) if started else []
     return job | {"attempts": [_attempt(each) for each in tried]}
 
 

@@ -10,10 +10,12 @@ import redis.asyncio
 from fastapi import Depends, Request
 from redis.exceptions import RedisError
 
+from api.acceptance import Acceptance
 from api.body import BodyReader
 from api.door import Door
 from api.feed import Feed
 from api.hints import Hints
+from api.intake import Intake
 from api.keyring import Keyring
 from api.pool import Pool
 from api.present import Presenter
@@ -40,6 +42,8 @@ class Services:
     bodies: BodyReader
     sql: Sql
     presenter: Presenter
+    acceptance: Acceptance
+    intake: Intake
     keyring: Keyring
     cpu: Pool  # parsing and tokenizing
     disk: Pool  # reading and writing files

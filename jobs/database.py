@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from sqlalchemy import (
     URL,
     Connection,
@@ -24,11 +25,20 @@ from sqlalchemy import (
     make_url,
     select,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, TimeoutError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    DisconnectionError,
+    OperationalError,
+    TimeoutError,
+)
+from sqlalchemy.pool import ConnectionPoolEntry
 
 BUSY_TIMEOUT_S = 15.0
 POOL_TIMEOUT_S = 15.0
+PING_AFTER_S = 1.0  # a connection idle for so long is asked whether it is still one
 _WRITES = "tokenmill_writes"
+_USED_AT = "tokenmill_used_at"  # monotonic
 
 _SQLITE_CLOCK = "(julianday('now') - 2440587.5) * 86400.0"
 _POSTGRES_CLOCK = "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
@@ -49,6 +59,7 @@ _TRANSIENT_SQLITE = frozenset(
 _TRANSIENT_CLASSES = ("08", "40", "53", "57")
 # read-only, as before a failover has ended; a frozen transaction's end; lock timeout; disk errors
 _TRANSIENT_SQLSTATES = frozenset({"25006", "25P03", "25P04", "55P03", "58030"})
+_HELD_UP = frozenset({"40001", "40P01", "55P03"})
 _NOT_THERE = ("42P01", "42703")  # undefined table, undefined column
 _DATABASE_DROPPED = "57P04"
 
@@ -85,7 +96,6 @@ class Database:
             pool_size=pool_size,
             max_overflow=0,
             pool_timeout=POOL_TIMEOUT_S,
-            pool_pre_ping=not self.sqlite,
             pool_recycle=-1 if self.sqlite else 300,
             connect_args={} if self.sqlite else _POSTGRES_CONNECT,
             hide_parameters=True,  # they are prompts and outputs, and errors end up in logs
@@ -97,10 +107,14 @@ class Database:
                 Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
             event.listen(self._engine, "connect", _open_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
-        self._writing = self._engine.execution_options(**{_WRITES: True})
-        self._reading = self._engine.execution_options(
-            **({} if self.sqlite else {"postgresql_readonly": True})
-        )
+            self._writing = self._engine.execution_options(**{_WRITES: True})
+            self._reading = self._engine
+        else:
+            event.listen(self._engine, "checkin", _note_use)
+            event.listen(self._engine, "checkout", _ping_idle)
+            # a session only reads unless it says otherwise, in its BEGIN; what reads needs none
+            self._writing = self._engine.execution_options(postgresql_readonly=False)
+            self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
@@ -110,7 +124,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that only reads; on SQLite it never waits for a writer."""
+        """For statements that only read: on SQLite one transaction, which never waits for a writer;
+        on PostgreSQL each sees what has been committed before it."""
         with self._reading.begin() as connection:
             yield connection
 
@@ -169,6 +184,11 @@ def transient(error: BaseException) -> bool:
     return sqlstate in _TRANSIENT_SQLSTATES or sqlstate[:2] in _TRANSIENT_CLASSES
 
 
+def held_up(error: BaseException | None) -> bool:
+    """Whether another transaction was in the way, and nothing has been done."""
+    return str(getattr(getattr(error, "orig", None), "sqlstate", None)) in _HELD_UP
+
+
 def trouble(error: BaseException) -> str:
     """What a transient error is about, without the statement or the values that it quotes."""
     cause = getattr(error, "orig", None)
@@ -205,9 +225,26 @@ _POSTGRES_CONNECT: dict[str, Any] = {
     "keepalives_interval": 3,
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
-    "options": "-c idle_in_transaction_session_timeout=30000 -c lock_timeout=10000"
-    " -c statement_timeout=30000",
+    "options": "-c default_transaction_read_only=on -c idle_in_transaction_session_timeout=30000"
+    " -c lock_timeout=10000 -c statement_timeout=30000",
 }
+
+
+def _note_use(_connection: object, record: ConnectionPoolEntry) -> None:
+    record.info[_USED_AT] = time.monotonic()
+
+
+def _ping_idle(connection: Any, record: ConnectionPoolEntry, _fairy: object) -> None:
+    """Asked of each connection at each use, it is a round trip; a server that went away meanwhile
+    did so while none was in use, or who used it has heard."""
+    used_at = record.info.get(_USED_AT)  # None: it has just been made
+    if used_at is None or time.monotonic() - used_at < PING_AFTER_S:
+        return
+    try:
+        connection.execute("SELECT 1")
+        connection.rollback()
+    except psycopg.Error:
+        raise DisconnectionError from None
 
 
 def _open_sqlite(connection: sqlite3.Connection, _record: object) -> None:

@@ -53,11 +53,14 @@ class Pace:
     measured_at: float
 
 
+Key = tuple[int, float, float, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A queued job's key in the order of the queue, and how much it may generate."""
 
-    key: tuple[int, float, float, str]  # as QUEUE_ORDER
+    key: Key  # as QUEUE_ORDER
     max_tokens: int
 
 
@@ -67,25 +70,47 @@ class Forecast:
     def __init__(self, taken_at: float, pace: Pace | None, queue: Iterable[Place]) -> None:
         self.taken_at = taken_at
         self.pace = pace
-        self._queue = sorted(queue, key=attrgetter("key"))[:MAX_POSITION]
-        self._keys = [place.key for place in self._queue]
+        self._keys: list[Key] = []
         # what stands before the first, before the second, … ; squares for the spread of the sum
-        self._tokens_ahead = [0, *accumulate(place.max_tokens for place in self._queue)]
-        self._squares_ahead = [0, *accumulate(place.max_tokens**2 for place in self._queue)]
+        self._tokens_ahead = [0]
+        self._squares_ahead = [0]
+        self._append(sorted(queue, key=attrgetter("key")))
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._keys)
+
+    def _append(self, places: Sequence[Place]) -> None:
+        """Put them, in order, behind all others."""
+        places = places[: MAX_POSITION - len(self)]
+        self._keys += [place.key for place in places]
+        for ahead, power in ((self._tokens_ahead, 1), (self._squares_ahead, 2)):
+            last = ahead.pop()
+            ahead += accumulate((place.max_tokens**power for place in places), initial=last)
+
+    def _places(self) -> list[Place]:
+        sizes = (after - before for before, after in pairwise(self._tokens_ahead))
+        return [Place(*each) for each in zip(self._keys, sizes, strict=True)]
 
     def with_jobs(self, jobs: Iterable[JobRecord]) -> "Forecast":
         """The same with jobs that joined the queue since; itself when it knows them all."""
         places = [_place(job) for job in jobs if self.position(job) is None]
         if len(self) == MAX_POSITION:
             places = [place for place in places if place.key < self._keys[-1]]
-        return Forecast(self.taken_at, self.pace, [*self._queue, *places]) if places else self
+        if not places:
+            return self
+        places.sort(key=attrgetter("key"))
+        if not self._keys or self._keys[-1] < places[0].key:  # most do: sorting all anew costs ms
+            longer = Forecast(self.taken_at, self.pace, [])
+            longer._keys = self._keys.copy()
+            longer._tokens_ahead = self._tokens_ahead.copy()
+            longer._squares_ahead = self._squares_ahead.copy()
+            longer._append(places)
+            return longer
+        return Forecast(self.taken_at, self.pace, [*self._places(), *places])
 
     def seconds_for(self, num_jobs: int) -> float:
         """About how long the first so many jobs of the queue take to start; 1 if unknown."""
-        if self.pace is None or not self._queue:
+        if self.pace is None or not self._keys:
             return 1.0
         rate = statistics.fmean(self.pace.tokens_per_s)
         ahead = self._tokens_ahead[min(num_jobs, len(self))]

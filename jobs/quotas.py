@@ -8,9 +8,9 @@ QuotaExceeded
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from sqlalchemy import Connection, Row, case, func, literal, select, update
+from sqlalchemy import Connection, func, literal, select, update
 
 from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs, tenants
 from jobs.records import NewJob
@@ -41,33 +41,62 @@ class QuotaExceeded(Exception):
         self.num_over = num_over
 
 
-def admit(connection: Connection, tenant: str, new_jobs: Sequence[NewJob], *, now: float) -> None:
-    """Count jobs that are about to be inserted. Raises QuotaExceeded: roll back then."""
+def admit(
+    connection: Connection, tenant: str, submissions: Sequence[Sequence[NewJob]], *, now: float
+) -> list[QuotaExceeded | None]:
+    """Count the jobs of each submission that are about to be inserted, one after the other.
+
+    What keeps one from being accepted, for each; nothing of such a one is counted.
+    """
     quotas = _quotas(connection, tenant)
-    if not quotas.any or not new_jobs:
-        return
-    tokens = sum(_tokens(job) for job in new_jobs)
-    model = new_jobs[0].model
-    row = _use(connection, tenant, len(new_jobs), tokens, now)
-    left_s = row.minute_began_at + MINUTE_S - now
-    for quota, used, asked in (
-        ("requests_per_minute", row.minute_requests, len(new_jobs)),
-        ("tokens_per_minute", row.minute_tokens, tokens),
+    if not quotas.of_submitting:
+        return [None] * len(submissions)
+    use = _use(connection, tenant, now)
+    if (limit := quotas.max_queued_jobs) is not None:
+        use.queued = _num_queued(connection, tenant, limit)
+    refused = [_count(quotas, use, new_jobs, now) for new_jobs in submissions]
+    connection.execute(
+        update(tenants)
+        .where(tenants.c.id == tenant)
+        .values(
+            minute_began_at=use.began_at, minute_requests=use.requests, minute_tokens=use.tokens
+        )
+    )
+    return refused
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a tenant has used of its minute, and of the queue."""
+
+    began_at: float
+    requests: int
+    tokens: int
+    queued: int = 0
+
+
+def _count(
+    quotas: Quotas, use: _Use, new_jobs: Sequence[NewJob], now: float
+) -> QuotaExceeded | None:
+    if not new_jobs:
+        return None
+    tokens = sum(map(max_tokens_of, new_jobs))
+    left_s = use.began_at + MINUTE_S - now
+    for quota, used, asked, wait_s in (
+        ("requests_per_minute", use.requests, len(new_jobs), left_s),
+        ("tokens_per_minute", use.tokens, tokens, left_s),
+        ("max_queued_jobs", use.queued, len(new_jobs), None),
     ):
         limit = getattr(quotas, quota)
-        if limit is not None and used > limit:
-            retry_after_s = NEVER if asked > limit else left_s
-            raise QuotaExceeded(
-                quota, limit, retry_after_s=retry_after_s, model=model, num_over=used - limit
-            )
-    if (limit := quotas.max_queued_jobs) is not None:
-        num_over = _num_queued(connection, tenant, limit) + len(new_jobs) - limit
-        if num_over > 0:
-            retry_after_s = NEVER if len(new_jobs) > limit else None
-            raise QuotaExceeded(
-                "max_queued_jobs", limit, retry_after_s=retry_after_s, model=model,
-                num_over=num_over,
+        if limit is not None and used + asked > limit:
+            return QuotaExceeded(
+                quota, limit, retry_after_s=NEVER if asked > limit else wait_s,
+                model=new_jobs[0].model, num_over=used + asked - limit,
             )  # fmt: skip
+    use.requests += len(new_jobs)
+    use.tokens += tokens
+    use.queued += len(new_jobs)
+    return None
 
 
 def check_queued(connection: Connection, tenant: str, num_rows: int, num_promised: int) -> None:
@@ -123,19 +152,16 @@ def _quotas(connection: Connection, tenant: str) -> Quotas:
     return Quotas() if row is None else Quotas.of(row)
 
 
-def _use(connection: Connection, tenant: str, num_jobs: int, tokens: int, now: float) -> Row[Any]:
-    """Add to the tenant's minute, a new one where the last is over; locks its row."""
-    over = tenants.c.minute_began_at <= now - MINUTE_S
-    return connection.execute(
-        update(tenants)
+def _use(connection: Connection, tenant: str, now: float) -> _Use:
+    """Of the tenant's minute, a new one where the last is over; locks its row."""
+    row = connection.execute(
+        select(tenants.c.minute_began_at, tenants.c.minute_requests, tenants.c.minute_tokens)
         .where(tenants.c.id == tenant)
-        .values(
-            minute_began_at=case((over, now), else_=tenants.c.minute_began_at),
-            minute_requests=case((over, num_jobs), else_=tenants.c.minute_requests + num_jobs),
-            minute_tokens=case((over, tokens), else_=tenants.c.minute_tokens + tokens),
-        )
-        .returning(tenants.c.minute_began_at, tenants.c.minute_requests, tenants.c.minute_tokens)
+        .with_for_update()
     ).one()
+    if row.minute_began_at <= now - MINUTE_S:
+        return _Use(now, 0, 0)
+    return _Use(row.minute_began_at, row.minute_requests, row.minute_tokens)
 
 
 def _num_queued(connection: Connection, tenant: str, limit: int) -> int:
@@ -149,7 +175,7 @@ def _num_running(connection: Connection, tenant: str) -> int:
     return connection.scalar(query) or 0
 
 
-def _tokens(job: NewJob) -> int:
+def max_tokens_of(job: NewJob) -> int:
     """At most: those of the prompt, and of every sample's longest output."""
     num_samples = job.body.get("n")
     return job.prompt_tokens + job.max_tokens * (num_samples if type(num_samples) is int else 1)

@@ -1,4 +1,6 @@
-"""What clients do with jobs: submit, look, cancel. One statement decides, its WHERE is the guard.
+"""What clients do with jobs: look, cancel, list; `jobs.submissions` accepts them.
+
+One statement decides, its WHERE is the guard.
 
 Every function takes an open connection and `now`, seconds by the database's clock. What a client
 asks for names its tenant too, in each statement: another tenant's job is as unknown as no job.
@@ -9,15 +11,13 @@ StoreError
 └── WrongSchema
 """
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from sqlalchemy import (
     Connection,
     func,
-    insert,
     inspect,
     literal_column,
     null,
@@ -27,11 +27,11 @@ from sqlalchemy import (
 from sqlalchemy import delete as delete_from
 from sqlalchemy.exc import DBAPIError
 
-from jobs import attempts, finishing, quotas
+from jobs import attempts, finishing
 from jobs.attempts import Outcome
 from jobs.database import error_kind, transient
 from jobs.lifecycle import TERMINAL, JobState
-from jobs.models import Base, idempotency_keys, jobs, workers
+from jobs.models import Base, jobs, workers
 from jobs.records import (
     RECORD_COLUMNS,
     JobRecord,
@@ -41,36 +41,31 @@ from jobs.records import (
     new_job_id,
 )
 from jobs.retries import taken
-from jobs.rows import decode, encode, insert_into
+from jobs.rows import decode, insert_into
 from jobs.streams import Run, from_lines
+from jobs.submissions import (
+    CHUNK,
+    IdempotencyConflict,
+    StoreError,
+    Submitted,
+    submit,
+    take_key,
+)
 from jobs.tenants import DEFAULT_TENANT
 
 __all__ = [
     "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "UnknownCursor",
     "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "delete", "ended", "get",
     "insert_new", "list_jobs", "live_workers", "need_schema", "new_job_id",
-    "streamed", "submit", "unknown",
+    "streamed", "submit", "take_key", "unknown",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 500  # ids in one IN list: below every database's limit on variables
 _RECORD = tuple(jobs.c[name] for name in RECORD_COLUMNS)
 _WORKER = tuple(workers.c[each.name] for each in fields(WorkerRecord))
 # a page of lists may be a thousand prompts of a megabyte each, which nobody asked for
 _LISTED = tuple(null().label("body") if column.name == "body" else column for column in _RECORD)
-
-
-class StoreError(Exception):
-    """A submission or question the store cannot answer as asked."""
-
-
-class IdempotencyConflict(StoreError):
-    """The key was used before with another body."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"Idempotency-Key {key!r} was used before with a different body")
-        self.key = key
 
 
 class UnknownCursor(StoreError):
@@ -86,44 +81,6 @@ class WrongSchema(StoreError):
 
     def __init__(self) -> None:
         super().__init__("the database's schema is not this version's: run `tokenmill migrate`")
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    records: tuple[JobRecord, ...]  # in the order submitted
-    replayed: bool  # the jobs of an earlier submission with the same key
-
-
-def submit(
-    connection: Connection,
-    new_jobs: Sequence[NewJob],
-    *,
-    tenant: str,
-    now: float,
-    key: str | None = None,
-    body_sha256: bytes | None = None,
-    ttl_s: float = 86_400.0,
-) -> Submitted:
-    """Accept all of them or none. A key still remembered gives back the jobs of its first use.
-
-    Raises IdempotencyConflict when that first use had another body, and QuotaExceeded.
-    """
-    if key is not None:
-        assert body_sha256 is not None
-        assert len(body_sha256) == hashlib.sha256().digest_size
-        earlier = take_key(
-            connection, key, body_sha256, [job.id for job in new_jobs],
-            tenant=tenant, now=now, ttl_s=ttl_s,
-        )  # fmt: skip
-        if earlier is not None:
-            found = {record.id: record for record in _get_many(connection, earlier, tenant)}
-            return Submitted(tuple(found[i] for i in earlier if i in found), replayed=True)
-    quotas.admit(connection, tenant, new_jobs, now=now)
-    # a microsecond apart: jobs of one submission keep their order in the queue and in lists
-    records = tuple(job.accepted(tenant, now + i * 1e-6) for i, job in enumerate(new_jobs))
-    if records:
-        connection.execute(insert(jobs), [record.row() for record in records])
-    return Submitted(records, replayed=False)
 
 
 def insert_new(connection: Connection, new_jobs: Sequence[NewJob], *, now: float) -> None:
@@ -280,59 +237,5 @@ def live_workers(connection: Connection, now: float) -> list[WorkerRecord]:
     ]
 
 
-def take_key(
-    connection: Connection,
-    key: str,
-    body_sha256: bytes,
-    ids: Sequence[str],
-    *,
-    tenant: str,
-    now: float,
-    ttl_s: float,
-) -> list[str] | None:
-    """None when the key is ours to use now, else the ids of its first use.
-
-    Raises IdempotencyConflict.
-    """
-    statement = insert_into(connection, idempotency_keys).values(
-        tenant_id=tenant,
-        key=key,
-        body_sha256=body_sha256,
-        job_ids=encode(list(ids)),
-        created_at=now,
-    )
-    # a twin that has not committed yet makes this statement wait for it, on both databases
-    taken = connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=[idempotency_keys.c.tenant_id, idempotency_keys.c.key],
-            set_={
-                name: statement.excluded[name] for name in ("body_sha256", "job_ids", "created_at")
-            },
-            where=idempotency_keys.c.created_at <= now - ttl_s,
-        ).returning(idempotency_keys.c.key)
-    ).one_or_none()
-    if taken is not None:
-        return None
-    row = connection.execute(
-        select(idempotency_keys.c.body_sha256, idempotency_keys.c.job_ids).where(
-            idempotency_keys.c.tenant_id == tenant, idempotency_keys.c.key == key
-        )
-    ).one()
-    if row.body_sha256 != body_sha256:
-        raise IdempotencyConflict(key)
-    earlier: list[str] = decode(row.job_ids)
-    return earlier
-
-
-def _get_many(connection: Connection, ids: Sequence[str], tenant: str) -> list[JobRecord]:
-    return [
-        JobRecord.of(row)
-        for chunk in _chunks(ids)
-        for row in connection.execute(
-            select(*_RECORD).where(jobs.c.id.in_(chunk), jobs.c.tenant_id == tenant)
-        )
-    ]
-
-
 def _chunks(ids: Sequence[str]) -> list[Sequence[str]]:
-    return [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
+    return [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)]

@@ -50,8 +50,13 @@ class Quotas:
                 raise TenantError(f"{name} must be in [0, {MAX_QUOTA}]")
 
     @property
-    def any(self) -> bool:
-        return any(getattr(self, name) is not None for name in QUOTAS)
+    def of_submitting(self) -> bool:
+        """Whether there is one to be looked at when jobs are accepted."""
+        return not (
+            self.requests_per_minute is None
+            and self.tokens_per_minute is None
+            and self.max_queued_jobs is None
+        )
 
     @classmethod
     def of(cls, row: Row[Any]) -> Self:

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: a job that somebody waits for, or streams."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -36,7 +37,9 @@ async def _complete(url: str, request: Request, services: Services, tenant: str)
     key = core.idempotency_key(request)
     services.waiters.check_room()
     async with services.bodies.json_body(request) as raw:
-        call = await services.cpu.run(_read, url, raw, services.door, services.settings)
+        call = await services.intake(
+            raw, partial(_read, url, raw, services.door, services.settings)
+        )
     submitted = await core.accept(
         services, [call.new_job], tenant=tenant, key=key, body_sha256=call.body_sha256
     )

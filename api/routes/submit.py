@@ -1,21 +1,19 @@
 """POST /v1/jobs: one job or an array of them, accepted or refused together."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.core import accept, idempotency_key
 from api.door import Door
-from api.errors import ApiError, BadRequest, Unavailable, json_response
+from api.errors import ApiError, BadRequest, json_response
 from api.intake import digest, dump, new_job, parse_json
 from api.present import job_object
 from api.query import read_query
-from api.services import Services, ServicesDep, TenantDep
-from jobs.records import JobRecord, NewJob
+from api.services import ServicesDep, TenantDep
+from jobs.records import NewJob
 from jobs.settings import Settings
 
 router = APIRouter()
@@ -33,25 +31,16 @@ async def submit(request: Request, services: ServicesDep, tenant: TenantDep) -> 
     read_query(request, {})
     key = idempotency_key(request)
     async with services.bodies.json_body(request) as raw:
-        submission = await services.cpu.run(read, raw, services.door, services.settings)
-    submitted = await accept(
+        submission = await services.intake(
+            raw, partial(read, raw, services.door, services.settings)
+        )
+    accepted = await accept(
         services, submission.jobs, tenant=tenant, key=key, body_sha256=submission.body_sha256
     )
-    objects = await _objects(services, submitted.records)
-    headers = {"idempotent-replayed": "true"} if submitted.replayed else {}
+    objects = accepted.objects or [job_object(record) for record in accepted.records]
+    headers = {"idempotent-replayed": "true"} if accepted.replayed else {}
     content = {"object": "list", "data": objects} if submission.is_array else objects[0]
     return json_response(content, status=202, headers=headers)
-
-
-async def _objects(services: Services, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """The accepted jobs; read after the commit, since nobody should wait for a forecast to write.
-
-    A database that went away in between takes nothing back: the reply then has no forecast.
-    """
-    try:
-        return await services.sql.read(partial(services.presenter.objects, records))
-    except Unavailable:
-        return [job_object(record) for record in records]
 
 
 def read(raw: bytes, door: Door, settings: Settings) -> Submission:

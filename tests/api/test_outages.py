@@ -168,7 +168,7 @@ class CommitCutter:
     def _pass_questions(self, client, server, silent: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while content := client.recv(65536):
-                if self.armed and b"COMMIT" in content:
+                if self.armed and b"COMMIT\0" in content:
                     self.armed = False
                     self.num_cut += 1
                     silent.set()

@@ -11,7 +11,7 @@ from sqlalchemy import TextClause, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from cli.servers import Postgres
-from jobs.database import Database, DatabaseURLError, parse_url, transient, trouble
+from jobs.database import PING_AFTER_S, Database, DatabaseURLError, parse_url, transient, trouble
 
 
 def insert(key: str, body_sha256: str = "'x'") -> TextClause:
@@ -100,12 +100,19 @@ def test_the_first_request_after_postgres_came_back_succeeds():
         with database.read() as connection:
             assert connection.scalar(text("SELECT 1")) == 1
         server.kill()
-        with pytest.raises(OperationalError) as caught, database.read():
-            pass
+        with pytest.raises(OperationalError) as caught, database.read() as connection:
+            connection.scalar(text("SELECT 1"))
         assert transient(caught.value)
         server.start()
         with database.read() as connection:
             assert connection.scalar(text("SELECT 1")) == 1
+        # nobody used the connection while the server was away: it is asked before it is used
+        server.kill()
+        server.start()
+        time.sleep(PING_AFTER_S)
+        for entered in (database.begin, database.read):
+            with entered() as connection:
+                assert connection.scalar(text("SELECT 1")) == 1
         database.dispose()
 
 
