@@ -17,6 +17,9 @@ from jobs.settings import Settings
 
 DEFAULT_QUEUE = "tokenmill"  # every worker listens to it, whatever its model
 RUN_TASK = "tokenmill.run"  # args [job id]; the task's id is the job's
+CHUNK_TASK = "tokenmill.chunk"  # args [[job id, ...]]: up to CHUNK_ROWS of them, in order
+CHUNK_ROWS = 32
+BACKGROUND_STEP = 9  # kombu's priority of what nobody waits for: a list of its own, taken last
 GENERATE_TASK = "tokenmill.generate"  # kwargs are one job as POST /v1/jobs takes it
 
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -46,7 +49,7 @@ def make_app(settings: Settings) -> Celery:
     """An application for this deployment; connects to nothing yet."""
     app = Celery("tokenmill", broker=broker_url(settings.redis_url), set_as_current=False)
     app.conf.update(_configuration(settings))
-    for name in (RUN_TASK, GENERATE_TASK):
+    for name in (RUN_TASK, CHUNK_TASK, GENERATE_TASK):
         app.task(name=name, shared=False, bind=True)(_refuse)
     return app
 

@@ -287,6 +287,9 @@ files, batches = _table(File), _table(Batch)
 # spelled as constants: no planner proves that a partial index applies to a state it is not told
 QUEUED = jobs.c.state == literal_column("'queued'")
 RUNNING = jobs.c.state == literal_column("'running'")
+# what nobody waits for: priority below 0. Runs where the others leave room
+BACKGROUND = jobs.c.rank > literal_column("0")
+FOREGROUND = jobs.c.rank <= literal_column("0")
 # of responses that have ended, those whose end is no event yet; worded as its index has it
 _UNANNOUNCED = "url = '/v1/responses' AND finished_at IS NOT NULL AND announced_at IS NULL"
 ENDED_RESPONSE = and_(

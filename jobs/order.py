@@ -5,18 +5,23 @@ jobs ahead, running or on the runway. Of one tenant's jobs the deadline decides,
 EIGHTH place goes to the job that has waited longest, whatever its priority and whosever it is: with
 n jobs older than itself a job waits for at most 8 (n + 1) others, however many come before it.
 
+Jobs in the background, of a priority below 0, have a runway of their own, in the same order; the
+oldest of them have their eighth of the other one too, so that they go on beside any number of jobs
+that somebody waits for.
+
 This is deficit round robin (Shreedhar and Varghese 1995) in units of jobs, its counters recomputed
 from rows. Functions take an open connection and `now`, seconds by the database's clock.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Select, func, literal, or_, select
 
 from jobs import batches, quotas
-from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs
+from jobs.models import BACKGROUND, FOREGROUND, QUEUE_ORDER, QUEUED, RUNNING, jobs
 from jobs.retries import due
 
 EIGHTH = 8
@@ -24,7 +29,13 @@ MOST_TENANTS = 500  # whose jobs are compared; of more, the others' jobs come by
 
 
 def best(
-    connection: Connection, model: str, *, limit: int, now: float, num_before: int
+    connection: Connection,
+    model: str,
+    *,
+    limit: int,
+    now: float,
+    num_before: int,
+    background: bool | None = None,  # None: of both runways together
 ) -> list[str]:
     """Ids of the next `limit` jobs that are not on the runway yet, in order.
 
@@ -32,18 +43,20 @@ def best(
     oldest.
     """
     resting = quotas.at_running_limit(connection)
-    paused = batches.paused(connection)
+    waiting = _Waiting(model, batches.paused(connection), now, background)
     tenants = [tenant for tenant in _tenants(connection) if tenant not in resting]
     heads = {
         tenant: found
         for tenant in tenants
-        if (found := _of_tenant(connection, tenant, model, paused, limit=limit, now=now))
+        if (found := _of_tenant(connection, tenant, waiting, limit=limit))
     }
     ahead = _ahead(connection, model) if len(heads) > 1 else Counter()
     elders: Sequence[tuple[str, str]] = ()
     if any_eighth(num_before, limit) or len(tenants) >= MOST_TENANTS - len(resting):
         # as many as there are places: some of them may come in another one
-        elders = _oldest(connection, model, resting, paused, limit=limit, now=now)
+        if heads and background is False:
+            waiting = replace(waiting, background=None)
+        elders = _oldest(connection, waiting, resting, limit=limit)
     return list(merged(heads, ahead, elders, limit=limit, num_before=num_before))
 
 
@@ -95,11 +108,24 @@ def merged(
         yield job_id
 
 
-def _waiting(query: Select[Any], model: str, paused: Sequence[str], now: float) -> Select[Any]:
-    query = query.where(jobs.c.model == model, QUEUED, jobs.c.published_at.is_(None), due(now))
-    if paused:
-        query = query.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(paused)))
-    return query
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Which jobs may come onto a runway now."""
+
+    model: str
+    paused: Sequence[str]  # batches
+    now: float
+    background: bool | None
+
+    def of(self, query: Select[Any]) -> Select[Any]:
+        query = query.where(
+            jobs.c.model == self.model, QUEUED, jobs.c.published_at.is_(None), due(self.now)
+        )
+        if self.paused:
+            query = query.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(self.paused)))
+        if self.background is not None:
+            query = query.where(BACKGROUND if self.background else FOREGROUND)
+        return query
 
 
 def _tenants(connection: Connection) -> list[str]:
@@ -116,33 +142,15 @@ def _tenants(connection: Connection) -> list[str]:
     return list(connection.scalars(found))
 
 
-def _of_tenant(
-    connection: Connection,
-    tenant: str,
-    model: str,
-    paused: Sequence[str],
-    *,
-    limit: int,
-    now: float,
-) -> list[Key]:
-    query = _waiting(select(*QUEUE_ORDER).where(jobs.c.tenant_id == tenant), model, paused, now)
+def _of_tenant(connection: Connection, tenant: str, waiting: _Waiting, *, limit: int) -> list[Key]:
+    query = waiting.of(select(*QUEUE_ORDER).where(jobs.c.tenant_id == tenant))
     return [tuple(row) for row in connection.execute(query.order_by(*QUEUE_ORDER).limit(limit))]
 
 
 def _oldest(
-    connection: Connection,
-    model: str,
-    resting: Sequence[str],
-    paused: Sequence[str],
-    *,
-    limit: int,
-    now: float,
+    connection: Connection, waiting: _Waiting, resting: Sequence[str], *, limit: int
 ) -> list[tuple[str, str]]:
-    query = (
-        _waiting(select(jobs.c.id, jobs.c.tenant_id), model, paused, now)
-        .order_by(jobs.c.created_at)
-        .limit(limit)
-    )
+    query = waiting.of(select(jobs.c.id, jobs.c.tenant_id)).order_by(jobs.c.created_at).limit(limit)
     if resting:
         query = query.where(jobs.c.tenant_id.not_in(resting))
     return [(row.id, row.tenant_id) for row in connection.execute(query)]

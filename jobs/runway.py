@@ -1,20 +1,24 @@
 """SQL is the backlog, Redis a short runway: ids of the best queued jobs, a bounded number a model.
 
 Which are best, `jobs.order` says; on the runway ids keep that order, so that a job waits there for
-no more than its bound of others.
+no more than its bound of others. Jobs in the background (priority below 0) have a runway of their
+own beside it, which workers take from last.
 
-A message is a job's id and nothing else. Publishing marks the row first: a message that is lost
-afterwards leaves a row marked but queued, found by `sweep.republish`. Two processes that refill at
-once put up to twice the bound on the runway; a message too many is dropped at its claim.
+A message is a job's id and nothing else, or in the background a chunk of up to CHUNK_ROWS ids: it
+costs about what one id does. Publishing marks the row first: a message that is lost afterwards
+leaves a row marked but queued, found by `sweep.republish`. Two processes that refill at once put up
+to twice the bound on the runway; a message too many is dropped at its claim.
 
 RunwayDown
 """
 
 import logging
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +28,14 @@ from celery import Celery
 from kombu.transport.redis import Channel
 
 from jobs import sweep
-from jobs.celery_app import RUN_TASK, queue_for, quick_connection
+from jobs.celery_app import (
+    BACKGROUND_STEP,
+    CHUNK_ROWS,
+    CHUNK_TASK,
+    RUN_TASK,
+    queue_for,
+    quick_connection,
+)
 from jobs.database import Database
 from jobs.redis_client import connect
 from jobs.settings import Settings
@@ -36,6 +47,22 @@ class RunwayDown(Exception):
     """Redis is away or refuses: jobs stay queued in SQL, the next refill publishes them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One of a model's two runways."""
+
+    model: str
+    background: bool
+
+    @property
+    def steps(self) -> list[int]:
+        """kombu's priorities of its messages: each is a list of its own in Redis."""
+        return [step for step in Channel.priority_steps if self.holds(step)]
+
+    def holds(self, step: int) -> bool:
+        return (step == BACKGROUND_STEP) == self.background
+
+
 class Runway:
     """Publishes ids of queued jobs. Thread-safe; gives up on Redis within a few seconds."""
 
@@ -45,33 +72,52 @@ class Runway:
         self._redis = connect(settings.redis_url)
         self._lock = threading.Lock()  # one refill at a time: two would both see the same room
         self._connection: Any = None  # kombu's, made when first needed
-        self._num_taken: Counter[str] = Counter()  # of each model, for its turns in the order
+        self._num_taken: Counter[Lane] = Counter()  # for its turns in the order
+        self._lanes = [
+            Lane(model.name, background)
+            for model in settings.models
+            for background in (False, True)
+        ]
 
-    def lengths(self) -> dict[str, int]:
-        """Messages waiting for each model, of every Redis priority. Raises RunwayDown."""
-        names = [model.name for model in self._settings.models]
+    def lengths(self) -> dict[Lane, int]:
+        """Messages that wait. Raises RunwayDown."""
         with self._redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
-            for name in names:
-                for key in _keys(self._settings.key_prefix, queue_for(name)):
+            for lane in self._lanes:
+                for key in _keys(self._settings.key_prefix, lane):
                     pipeline.llen(key)
-            lengths = pipeline.execute()
-        steps = len(Channel.priority_steps)
-        return {name: sum(lengths[i * steps : (i + 1) * steps]) for i, name in enumerate(names)}
+            lengths = iter(pipeline.execute())
+        return {lane: sum(next(lengths) for _ in lane.steps) for lane in self._lanes}
+
+    def bound(self, lane: Lane) -> int:
+        """Messages that may wait there: of chunks as many as have four times the ids."""
+        runway = self._settings.runway
+        return -(-4 * runway // CHUNK_ROWS) if lane.background else runway
 
     def refill(self, database: Database) -> int:
-        """Bring each model's runway up to its bound, best jobs first; how many were published.
+        """Bring each runway up to its bound, best jobs first; how many jobs were published.
 
         Raises RunwayDown, and what the database raises.
         """
+        return sum(self.refill_lanes(database).values())
+
+    def refill_lanes(self, database: Database) -> dict[Lane, int]:
+        """The same; of each runway how many."""
+        num_published: dict[Lane, int] = {}
         with self._lock:
-            num_published = 0
-            for model, length in self.lengths().items():
-                if room := max(0, self._settings.runway - length):
-                    ids = self._take(database, model, room, length)
-                    self._num_taken[model] += len(ids)
-                    self._publish(model, ids)
-                    num_published += len(ids)
-            return num_published
+            for lane, length in self.lengths().items():
+                if room := max(0, self.bound(lane) - length):
+                    messages = self._take(database, lane, room, length)
+                    self._publish(lane, messages)
+                    num_published[lane] = sum(map(len, messages))
+                    self._num_taken[lane] += num_published[lane]
+        return num_published
+
+    def runs_short(self, num_published: dict[Lane, int]) -> bool:
+        """A runway was at least half empty, and there were jobs for it."""
+        return any(
+            2 * num >= self.bound(lane) * (CHUNK_ROWS if lane.background else 1)
+            for lane, num in num_published.items()
+        )
 
     def close(self) -> None:
         self._redis.close()
@@ -86,38 +132,50 @@ class Runway:
     ) -> None:  # fmt: skip
         self.close()
 
-    def _take(self, database: Database, model: str, room: int, length: int) -> list[str]:
+    def _take(self, database: Database, lane: Lane, room: int, length: int) -> list[list[str]]:
+        """Jobs for so many messages more; the ids of each message."""
+        each = CHUNK_ROWS if lane.background else 1
+        limit = room * each
         with database.begin() as connection:
             now = database.clock(connection)
             ids = sweep.republish(
                 connection,
-                model,
-                limit=room,
+                lane.model,
+                limit=limit,
                 now=now,
                 older_than_s=self._settings.republish_s,
-                num_messages=length if length <= self._settings.runway // 8 else None,
+                # of a chunk nobody knows here how many ids it has: as many as it may
+                num_messages=length * each if length <= self.bound(lane) // 8 else None,
+                background=lane.background,
             )
             if ids:
-                logger.warning("model %s had messages lost: republished=%d", model, len(ids))
-            before = self._num_taken[model]
-            return ids + sweep.publishable(
-                connection, model, limit=room - len(ids), now=now, num_before=before
+                logger.warning("model %s had messages lost: republished=%d", lane.model, len(ids))
+            ids += sweep.publishable(
+                connection,
+                lane.model,
+                limit=limit - len(ids),
+                now=now,
+                num_before=self._num_taken[lane],
+                background=lane.background,
             )
+        return [ids[start : start + each] for start in range(0, len(ids), each)]
 
-    def _publish(self, model: str, ids: Sequence[str]) -> None:
-        if not ids:
+    def _publish(self, lane: Lane, messages: Sequence[list[str]]) -> None:
+        if not messages:
             return
         with self._redis_errors():
             if self._connection is None:
                 self._connection = quick_connection(self._app)
             with self._app.amqp.Producer(self._connection, auto_declare=False) as producer:
-                for job_id in ids:
+                for ids in messages:
+                    alone = len(ids) == 1
                     self._app.send_task(
-                        RUN_TASK,
-                        args=[job_id],
-                        task_id=job_id,
-                        argsrepr="",  # the id is there twice already
-                        queue=queue_for(model),
+                        RUN_TASK if alone else CHUNK_TASK,
+                        args=ids if alone else [ids],
+                        task_id=ids[0] if alone else f"chunk_{secrets.token_hex(8)}",
+                        argsrepr="",  # the ids are there already
+                        queue=queue_for(lane.model),
+                        priority=BACKGROUND_STEP if lane.background else 0,
                         producer=producer,
                         retry=False,
                     )
@@ -136,9 +194,7 @@ class Runway:
             self._connection = None
 
 
-def _keys(prefix: str, queue: str) -> list[str]:
-    """The lists behind a queue, one for each of kombu's priority steps; the first has no suffix."""
-    return [
-        f"{prefix}{queue}{Channel.sep}{step}" if step else f"{prefix}{queue}"
-        for step in Channel.priority_steps
-    ]
+def _keys(prefix: str, lane: Lane) -> list[str]:
+    """The lists behind a runway; that of priority 0 has no suffix."""
+    queue = prefix + queue_for(lane.model)
+    return [f"{queue}{Channel.sep}{step}" if step else queue for step in lane.steps]

@@ -168,7 +168,13 @@ class Settings:
         low=0, high=1000,
     )  # fmt: skip
     ledger_rows: int = _setting(256, "Most rows in one of a worker's commits.", low=1, high=4096)
-    runway: int = _setting(64, "Job ids waiting in Redis for each model.", low=1, high=10_000)
+    runway: int = _setting(
+        64,
+        "Job ids waiting in Redis for each model; beside them four times as many of the "
+        "background, in chunks.",
+        low=1,
+        high=10_000,
+    )
     sweep_s: float = _setting(
         0.5, "Pause between two rounds of the sweeper.", unit="seconds", low=0.05, high=60
     )

@@ -21,7 +21,17 @@ from sqlalchemy import (
 from jobs import attempts, order
 from jobs.attempts import Outcome
 from jobs.lifecycle import ErrorCode, JobState, error_object
-from jobs.models import LOST, QUEUE_ORDER, QUEUED, RUNNING, idempotency_keys, jobs, workers
+from jobs.models import (
+    BACKGROUND,
+    FOREGROUND,
+    LOST,
+    QUEUE_ORDER,
+    QUEUED,
+    RUNNING,
+    idempotency_keys,
+    jobs,
+    workers,
+)
 from jobs.retries import TAKEN, after_lapse, taken
 from jobs.rows import encode, picked
 
@@ -80,7 +90,13 @@ def expire(connection: Connection, now: float) -> list[str]:
 
 
 def publishable(
-    connection: Connection, model: str, *, limit: int, now: float, num_before: int = 0
+    connection: Connection,
+    model: str,
+    *,
+    limit: int,
+    now: float,
+    num_before: int = 0,
+    background: bool | None = None,
 ) -> list[str]:
     """The next jobs not on the runway yet, in order, marked as published by this statement.
 
@@ -88,7 +104,9 @@ def publishable(
     """
     if limit <= 0:
         return []
-    ids = order.best(connection, model, limit=limit, now=now, num_before=num_before)
+    ids = order.best(
+        connection, model, limit=limit, now=now, num_before=num_before, background=background
+    )
     chosen = select(jobs.c.id).where(jobs.c.id.in_(ids), jobs.c.published_at.is_(None))
     marked = set(_publish(connection, chosen, limit=limit, now=now)) if ids else set()
     return [job_id for job_id in ids if job_id in marked]
@@ -102,17 +120,21 @@ def republish(
     now: float,
     older_than_s: float,
     num_messages: int | None,
+    background: bool | None = None,
 ) -> list[str]:
     """Published jobs whose message must have been lost, best first, marked as published anew.
 
     Messages leave the runway in the order they came: one is lost if another that came
     `older_than_s` later has been claimed. Of a runway that is nearly empty `num_messages` says
-    how many are left: there each published job beyond these has lost its message.
+    how many ids are left: there each published job beyond these has lost its message.
     """
+    own: list[ColumnElement[bool]] = []
+    if background is not None:
+        own = [BACKGROUND if background else FOREGROUND]
     published = select(jobs.c.id).where(
-        jobs.c.model == model, QUEUED, jobs.c.published_at.is_not(None)
+        jobs.c.model == model, QUEUED, jobs.c.published_at.is_not(None), *own
     )
-    claimed = select(func.max(jobs.c.published_at)).where(RUNNING, jobs.c.model == model)
+    claimed = select(func.max(jobs.c.published_at)).where(RUNNING, jobs.c.model == model, *own)
     reached: ColumnElement[float] = claimed.scalar_subquery()
     if num_messages is not None:
         reached = literal(now)

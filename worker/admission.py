@@ -6,7 +6,7 @@ a guess that was too low costs a preemption in the engine, never a job.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FIRST_GUESS_TOKENS = 128  # of a generation's length, before any has ended
 LOOKAHEAD = 8  # one job waits in the engine for every so many that run: a place is filled at once
@@ -59,6 +59,17 @@ class LengthGuess:
 
 def _lean(guess: float, value: int) -> float:
     return guess + (value - guess) * (0.3 if value > guess else 0.05)
+
+
+def room_of_foreground(room: EngineRoom, background: Sequence[Load]) -> EngineRoom:
+    """The room for jobs that somebody waits for: the engine preempts the others for them."""
+    held = sum(load.prompt_tokens + load.generated_tokens for load in background if load.started)
+    num_seqs = sum(load.num_seqs for load in background)
+    return replace(
+        room,
+        free_tokens=room.free_tokens + held,
+        num_waiting=max(0, room.num_waiting - num_seqs),
+    )
 
 
 def free_places(

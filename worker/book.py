@@ -13,7 +13,15 @@ from dataclasses import replace
 
 from jobs.claims import Checkpoint, Held
 from jobs.lifecycle import ErrorCode, JobState
-from worker.admission import UNKNOWN_LOAD, EngineRoom, LengthGuess, free_places, may_join
+from worker.admission import (
+    UNKNOWN_LOAD,
+    EngineRoom,
+    LengthGuess,
+    Load,
+    free_places,
+    may_join,
+    room_of_foreground,
+)
 from worker.attempt import Attempt, Holding, Phase
 from worker.delivery import Delivery, Ending
 from worker.entries import Entry, Finish, HandBack, Waste
@@ -64,16 +72,32 @@ class Book:
         return attempt.key in self.attempts and attempt.phase is not Phase.ENDING
 
     def places(self) -> int:
-        """How many more messages may be taken from Redis now."""
+        """How many more messages may be taken from Redis now, of jobs somebody waits for."""
         with self.lock:
-            if self.room is None or self.draining or self.shut or self._blocked:
+            if (room := self._open_room()) is None:
                 return 0
-            loads = [
-                UNKNOWN_LOAD if attempt is None else attempt.load
-                for attempt in self.deliveries.values()
-                if attempt is None or attempt.phase is not Phase.ENDING
-            ]
-            return free_places(self.room, loads, self.guess, max_jobs=self._max_jobs)
+            loads = self._loads(background=False)
+            room = room_of_foreground(room, self._loads(background=True))
+            return free_places(room, loads, self.guess, max_jobs=self._max_jobs)
+
+    def takes_background(self) -> bool:
+        """Whether there is room for jobs that nobody waits for, beside all those held."""
+        with self.lock:
+            if (room := self._open_room()) is None:
+                return False
+            loads = self._loads(background=False) + self._loads(background=True)
+            return free_places(room, loads, self.guess, max_jobs=self._max_jobs) > 0
+
+    def _open_room(self) -> EngineRoom | None:
+        return None if self.draining or self.shut or self._blocked else self.room
+
+    def _loads(self, *, background: bool) -> list[Load]:
+        return [
+            UNKNOWN_LOAD if attempt is None else attempt.load
+            for delivery, attempt in self.deliveries.items()
+            if (delivery.background if attempt is None else attempt.job.priority < 0) == background
+            and (attempt is None or attempt.phase is not Phase.ENDING)
+        ]
 
     def holding(self) -> Holding:
         """What the lease tells SQL: all that is held, and tokens made since the last call.

@@ -48,7 +48,9 @@ class Delivery:
         hard_limit_s: float | None,
         in_hub: Callable[[Callable[[], Any]], None],  # run it on the event loop's thread
         on_terminate: Callable[["Delivery"], None],
+        background: bool = False,  # nobody waits for it; the row, once read, knows better
     ) -> None:
+        self.background = background
         self.job_id = job_id
         self.soft_limit_s = soft_limit_s
         self.hard_limit_s = hard_limit_s

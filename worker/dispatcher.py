@@ -73,6 +73,10 @@ class Dispatcher:
         """How many more messages may be taken from Redis now."""
         return self._book.places()
 
+    def takes_background(self) -> bool:
+        """Whether those may be of jobs that nobody waits for."""
+        return self._book.takes_background()
+
     @property
     def num_in_hands(self) -> int:
         """Messages whose end Celery does not know yet."""

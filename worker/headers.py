@@ -13,7 +13,7 @@ from typing import Any
 
 from celery.utils.time import maybe_iso8601
 
-from jobs.celery_app import GENERATE_TASK, RUN_TASK
+from jobs.celery_app import CHUNK_TASK, GENERATE_TASK, RUN_TASK
 from jobs.lifecycle import ErrorCode
 from worker.generation import Refusal
 
@@ -36,7 +36,7 @@ def tidy(message: object) -> None:
     if not isinstance(message, dict) or not isinstance(headers, dict):
         return
     task = headers.get("task")
-    if not isinstance(task, str) or task not in (RUN_TASK, GENERATE_TASK):
+    if not isinstance(task, str) or task not in (RUN_TASK, CHUNK_TASK, GENERATE_TASK):
         return
     headers.pop(FAULT, None)
     faults = []

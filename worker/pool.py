@@ -29,18 +29,21 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.exceptions import WorkerShutdown
 from celery.worker import state
 
-from jobs.celery_app import GENERATE_TASK, RUN_TASK, job_id_of
+from jobs.celery_app import CHUNK_TASK, GENERATE_TASK, RUN_TASK, job_id_of
 from jobs.settings import ModelEntry, Settings
+from worker.chunk import Chunk
 from worker.delivery import CeleryCallbacks, Delivery, Ending
 from worker.generation import Refusal
 from worker.headers import refusal_of
 from worker.parts import Parts, StartError
 from worker.progress import Progress
 from worker.sent_job import SentJob, read_sent_job
+from worker.transport import Transport
 
 EXIT_START_FAILED = 78  # sysexits.h: configuration error
 TURN_S = 0.1
 FLUSH_S = 10.0  # for the last transaction of a stop
+MAX_CHUNK = 1024  # ids in one message, whoever sent it
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may be asked of SQL
 
@@ -97,6 +100,7 @@ class EnginePool(BasePool):
                 raise self._start_failed(error) from error
             raise
         self._parts = parts
+        Transport.takes_background = parts.dispatcher.takes_background
 
     def _start_failed(self, error: StartError) -> WorkerShutdown:
         """Celery's way to end a worker with an exit code, without a trace nobody needs."""
@@ -143,7 +147,7 @@ class EnginePool(BasePool):
         """Take a message. Returns what Celery will call `terminate` on."""
         assert self._parts is not None
         task_name, task_id, request = args[:3]
-        if task_name not in (RUN_TASK, GENERATE_TASK):
+        if task_name not in (RUN_TASK, CHUNK_TASK, GENERATE_TASK):
             return self._others.submit(
                 apply_target,
                 *(target, args, kwargs),
@@ -154,18 +158,24 @@ class EnginePool(BasePool):
         refusal = refusal_of(request, embed)
         if isinstance(embed, dict):
             embed.clear()  # Celery would call tasks that a message names when its own has failed
-        delivery = Delivery(
-            _job_id(task_name, task_id, request.get("args")),
-            CeleryCallbacks(
-                accept=self._contained(accept_callback),
-                end=self._contained(callback),
-                time_out=self._contained(timeout_callback or _nothing),
-            ),
-            soft_limit_s=_limit_s(soft_timeout),
-            hard_limit_s=_limit_s(timeout),
-            in_hub=self._call_in_hub,
-            on_terminate=functools.partial(self._terminate, task_id),
+        callbacks = CeleryCallbacks(
+            accept=self._contained(accept_callback),
+            end=self._contained(callback),
+            time_out=self._contained(timeout_callback or _nothing),
         )
+        wiring: dict[str, Any] = {
+            "soft_limit_s": _limit_s(soft_timeout),
+            "hard_limit_s": _limit_s(timeout),
+            "in_hub": self._call_in_hub,
+            "on_terminate": functools.partial(self._terminate, task_id),
+        }
+        if task_name == CHUNK_TASK and (job_ids := _job_ids(request.get("args"))):
+            chunk = Chunk(job_ids, callbacks, **wiring)
+            for delivery in chunk.deliveries:
+                self._parts.dispatcher.receive_id(delivery)
+            return chunk
+        job_id = _job_id(task_name, task_id, request.get("args"))
+        delivery = Delivery(job_id, callbacks, **wiring)
         if not _JOB_ID.fullmatch(delivery.job_id):
             logger.warning("message without a job's id dropped: %s", _shown(task_id))
             delivery.end(Ending.DROPPED)
@@ -198,6 +208,9 @@ class EnginePool(BasePool):
         """A message that was revoked before it came here is acknowledged by Celery: end its row."""
         if self._parts is None or terminated or request is None:
             return
+        if request.task == CHUNK_TASK:
+            for job_id in _job_ids(request.args):
+                self._parts.dispatcher.cancel(job_id)
         if request.task in (RUN_TASK, GENERATE_TASK):
             job_id = _job_id(request.task, request.id, request.args)
             if _JOB_ID.fullmatch(job_id):
@@ -302,8 +315,19 @@ def pool_for(settings: Settings, model: ModelEntry, progress: Progress) -> type[
     return type("EnginePool", (EnginePool,), bound | {"__module__": EnginePool.__module__})
 
 
+def _job_ids(args: object) -> list[str]:
+    """The jobs of a chunk, those that may be asked of SQL."""
+    named = args[0] if isinstance(args, list | tuple) and args else None
+    if not isinstance(named, list) or len(named) > MAX_CHUNK:
+        return []
+    ids = [each for each in named if isinstance(each, str) and _JOB_ID.fullmatch(each)]
+    return list(dict.fromkeys(ids))
+
+
 def _job_id(task_name: str, task_id: object, args: object) -> str:
     """The job a message is about; "" when it does not say. Anyone may write to Redis."""
+    if task_name == CHUNK_TASK:
+        return ""
     named = task_id
     if task_name == RUN_TASK and isinstance(args, list | tuple) and args:
         named = args[0]

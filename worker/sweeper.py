@@ -64,8 +64,8 @@ class Sweeper:
         self._do(self._refill)
 
     def _refill(self) -> None:
-        num_published = self._runway.refill(self._database)
-        self.runs_short = 2 * num_published >= self._settings.runway
+        num_published = self._runway.refill_lanes(self._database)
+        self.runs_short = self._runway.runs_short(num_published)
         self._reached("redis")
 
     def _do(self, *parts: Callable[[], None]) -> None:

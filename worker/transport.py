@@ -9,14 +9,22 @@ only a header of a job is wrong, the job becomes a row that says so (worker/head
 
 import logging
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from kombu.transport import redis, virtual
 from redis import DataError, RedisError
 
+from jobs.celery_app import BACKGROUND_STEP
 from worker.headers import tidy
 
+SHUT_S = 0.1  # until it is asked again whether the background is wanted
+
 logger = logging.getLogger(__name__)
+
+
+def _always() -> bool:
+    return True
 
 
 class QoS(redis.QoS):
@@ -50,6 +58,18 @@ class QoS(redis.QoS):
 class Channel(redis.Channel):
     QoS = QoS
 
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        """Ask Redis for the next message; for none of the background while that is not wanted."""
+        if Transport.takes_background():
+            super()._brpop_start(timeout)  # type: ignore[misc]
+            return
+        steps = self.priority_steps
+        self.priority_steps = [step for step in steps if step != BACKGROUND_STEP]
+        try:
+            super()._brpop_start(SHUT_S)  # type: ignore[misc]
+        finally:
+            self.priority_steps = steps
+
     def _brpop_read(self, **options: Any) -> Any:
         try:
             return super()._brpop_read(**options)  # type: ignore[misc]
@@ -63,6 +83,9 @@ class Channel(redis.Channel):
 class Transport(redis.Transport):
     Channel = Channel
     num_dropped = 0
+    # the pool's, of which a process has one, as of Celery's own state; an option of the connection
+    # would be told to monitors, which take no function
+    takes_background: ClassVar[Callable[[], bool]] = _always
 
     def _deliver(self, message: Any, queue: str | None) -> None:
         try:

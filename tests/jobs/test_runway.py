@@ -6,9 +6,17 @@ import pytest
 
 from cli.servers import Valkey
 from jobs import claims, store
-from jobs.celery_app import GENERATE_TASK, RUN_TASK, make_app, queue_for, quick_connection
+from jobs.celery_app import (
+    CHUNK_ROWS,
+    CHUNK_TASK,
+    GENERATE_TASK,
+    RUN_TASK,
+    make_app,
+    queue_for,
+    quick_connection,
+)
 from jobs.database import Database
-from jobs.runway import Runway, RunwayDown
+from jobs.runway import Lane, Runway, RunwayDown
 from jobs.settings import ModelEntry, Settings
 from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, new_job
@@ -50,6 +58,22 @@ def backdate(database, seconds: float) -> None:
         connection.exec_driver_sql(f"UPDATE jobs SET published_at = published_at - {seconds}")
 
 
+def lengths(runway, *, background=False) -> dict[str, int]:
+    found = runway.lengths().items()
+    return {lane.model: length for lane, length in found if lane.background == background}
+
+
+def take_messages(runway) -> list[tuple[str, list[str]]]:
+    """All of a model's in the order a worker would have them: the task, and its ids."""
+    app, found = runway._app, []
+    with quick_connection(app) as connection, connection.channel() as channel:
+        while (message := channel.basic_get(queue_for(MODEL), no_ack=True)) is not None:
+            message = channel.message_to_python(message)
+            [ids] = message.decode()[0]
+            found.append((message.headers["task"], [ids] if isinstance(ids, str) else ids))
+    return found
+
+
 def take(runway, model=MODEL) -> list[str]:
     """Empty the model's queue as a worker would; the task ids in the order they came."""
     app, ids = runway._app, []
@@ -65,7 +89,7 @@ def test_the_runway_is_filled_up_to_its_bound_with_the_best_jobs(database, runwa
     urgent = submit(database, new_job(priority=1))
     other = submit(database, new_job(model="other"))
     assert runway.refill(database) == 5
-    assert runway.lengths() == {MODEL: 4, "other": 1}
+    assert lengths(runway) == {MODEL: 4, "other": 1}
     assert runway.refill(database) == 0
     assert take(runway) == [*urgent, *plain[:3]]
     assert take(runway, "other") == other
@@ -105,7 +129,8 @@ def test_messages_of_every_redis_priority_count(runway):
                 GENERATE_TASK, kwargs={}, queue=queue_for(MODEL), priority=priority,
                 connection=connection, retry=False,
             )  # fmt: skip
-    assert runway.lengths() == {MODEL: 4, "other": 0}
+    assert lengths(runway) == {MODEL: 3, "other": 0}
+    assert lengths(runway, background=True) == {MODEL: 1, "other": 0}
 
 
 def test_messages_lost_with_redis_come_back_when_the_runway_is_empty(database, runway, caplog):
@@ -150,7 +175,7 @@ def test_redis_away_is_told_at_once_and_marks_nothing(database, tmp_path):
         with pytest.raises(RunwayDown):
             runway.refill(database)
         with pytest.raises(RunwayDown):
-            runway._publish(MODEL, [job_id])
+            runway._publish(Lane(MODEL, background=False), [[job_id]])
         assert time.monotonic() - started < 5
         with database.read() as connection:
             assert store.get(connection, job_id, tenant=DEFAULT_TENANT).published_at is None
@@ -179,4 +204,48 @@ def test_deployments_that_share_a_redis_do_not_see_each_other(database, valkey_u
     submit(database, new_job())
     with Runway(mine, make_app(mine)) as ours, Runway(theirs, make_app(theirs)) as others:
         assert ours.refill(database) == 1
-        assert (ours.lengths()[MODEL], others.lengths()[MODEL]) == (1, 0)
+        assert (lengths(ours)[MODEL], lengths(others)[MODEL]) == (1, 0)
+
+
+def test_the_background_travels_in_chunks_and_is_taken_last(database, runway):
+    rows = submit(database, *(new_job(priority=-5) for _ in range(2 * CHUNK_ROWS + 1)))
+    jobs = submit(database, new_job(), new_job())
+    assert runway.refill(database) == 2 + CHUNK_ROWS
+    assert lengths(runway) == {MODEL: 2, "other": 0}
+    assert lengths(runway, background=True) == {MODEL: 1, "other": 0}
+    assert take_messages(runway) == [
+        (RUN_TASK, jobs[:1]), (RUN_TASK, jobs[1:]), (CHUNK_TASK, rows[:CHUNK_ROWS])
+    ]  # fmt: skip
+    runway.refill(database)
+    runway.refill(database)
+    assert take_messages(runway) == [(CHUNK_TASK, rows[CHUNK_ROWS : 2 * CHUNK_ROWS])]
+    runway.refill(database)
+    assert take_messages(runway) == [(RUN_TASK, rows[-1:])]
+
+
+def test_the_background_has_its_eighth_of_the_foreground(database, runway):
+    rows = submit(database, *(new_job(priority=-5) for _ in range(100)))
+    jobs = submit(database, *(new_job() for _ in range(14)))
+    foreground = []
+    for _ in range(4):
+        runway.refill(database)
+        messages = take_messages(runway)
+        foreground += [ids[0] for task, ids in messages if task == RUN_TASK]
+    others = [job_id for job_id in foreground if job_id in rows]
+    assert foreground[:7] == jobs[:7]
+    assert foreground[7] == others[0] == foreground[7]
+    assert [job_id for job_id in foreground if job_id in jobs] == jobs
+    assert len(others) == 2
+
+
+def test_a_chunk_that_waits_behind_the_foreground_is_not_taken_for_lost(database, runway):
+    submit(database, *(new_job(priority=-5) for _ in range(3)))
+    runway.refill(database)
+    backdate(database, 60)
+    (job_id,) = submit(database, new_job())
+    runway.refill(database)
+    with database.begin() as connection:
+        claims.claim(connection, [job_id], worker_id="w1", now=database.clock(connection))
+    assert runway.refill(database) == 0
+    runway._redis.flushall()
+    assert runway.refill(database) == 3

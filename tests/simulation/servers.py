@@ -17,7 +17,7 @@ from sqlalchemy.pool import StaticPool
 
 from jobs.database import Database
 from jobs.models import Base
-from jobs.runway import Runway, RunwayDown
+from jobs.runway import Lane, Runway, RunwayDown
 
 VISIBILITY_S = 2.0  # after which an unacknowledged message comes back
 
@@ -160,13 +160,13 @@ class SimRunway(Runway):
         super().__init__(settings, app=None)  # type: ignore[arg-type]
         self._messages = messages
 
-    def lengths(self) -> dict[str, int]:
+    def lengths(self) -> dict[Lane, int]:
         if self._messages.down:
             raise RunwayDown("down")
-        return {model.name: len(self._messages.waiting) for model in self._settings.models}
+        return {lane: len(self._messages.waiting) for lane in self._lanes}
 
-    def _publish(self, model: str, ids: Sequence[str]) -> None:
-        for job_id in ids:
+    def _publish(self, lane: Lane, messages: Sequence[list[str]]) -> None:
+        for job_id in (job_id for ids in messages for job_id in ids):
             self._messages.publish(job_id)
 
 

@@ -10,6 +10,7 @@ from worker.admission import (
     Load,
     free_places,
     may_join,
+    room_of_foreground,
 )
 
 
@@ -129,3 +130,18 @@ def test_only_the_jobs_that_crash_the_engine_are_ever_blamed_for_it(poison, max_
             (given_up.add if crash_counts[job] == max_crashes else queue.append)(job)
     assert given_up == poison
     assert done == set(range(12)) - poison
+
+
+def test_the_background_takes_no_room_from_what_somebody_waits_for():
+    rows = [load(started=True, generated_tokens=30)] * 16
+    full = room(free_tokens=0, num_waiting=5)
+    assert places(full, rows) == 0
+    seen = room_of_foreground(full, rows)
+    assert (seen.free_tokens, seen.num_waiting) == (16 * 40, 0)
+    assert places(seen, []) == 1
+    assert places(seen, [load(started=True, generated_tokens=49)] * 3) == 2
+    assert places(seen, [load()] * 18) == 0
+
+
+def test_what_waits_in_the_engine_beyond_the_background_closes_the_door():
+    assert places(room_of_foreground(room(num_waiting=5), [load()] * 2), [load()]) == 0

@@ -11,12 +11,13 @@ from jobs.database import Database
 from jobs.events import Channel, Subscription
 from jobs.lifecycle import JobState
 from jobs.records import JobRecord, NewJob, WorkerInfo
-from jobs.runway import Runway
+from jobs.runway import Lane, Runway
 from jobs.settings import ModelEntry, Settings
 from jobs.tenants import DEFAULT_TENANT
 from worker.sweeper import Sweeper, run
 
 TIMEOUT_S = 30.0
+LANE = Lane("tiny", background=False)
 
 
 class Bench:
@@ -78,7 +79,7 @@ def test_a_silent_workers_job_goes_back_onto_the_runway_in_one_pass(bench):
     bench.sweeper.sweep()
     row = bench.get(job_id)
     assert (row.state, row.attempt) == (JobState.QUEUED, 1)
-    assert bench.runway.lengths()["tiny"] == 1
+    assert bench.runway.lengths()[LANE] == 1
 
 
 def test_a_living_workers_job_is_left_alone(bench):
@@ -92,7 +93,7 @@ def test_the_runway_is_filled_to_its_bound(bench):
     bench.submit(10)
     for _ in range(3):
         bench.sweeper.sweep()
-    assert bench.runway.lengths()["tiny"] == 4
+    assert bench.runway.lengths()[LANE] == 4
 
 
 def test_what_it_ends_is_announced(bench):
@@ -120,7 +121,7 @@ def test_many_sweepers_do_the_work_of_one(bench):
         each.close()
     assert bench.get(ids[0]).fence == 2  # the claim, and one rescue
     published = [job_id for job_id in ids if bench.get(job_id).published_at is not None]
-    assert bench.runway.lengths()["tiny"] == len(published)
+    assert bench.runway.lengths()[LANE] == len(published)
 
 
 def test_redis_away_is_logged_once_and_stops_no_rescue(sqlite_url, tmp_path, caplog):
@@ -140,7 +141,7 @@ def test_redis_away_is_logged_once_and_stops_no_rescue(sqlite_url, tmp_path, cap
             ["redis", "away"],
             ["redis", "back"],
         ]
-        assert bench.runway.lengths()["tiny"] > 0
+        assert bench.runway.lengths()[LANE] > 0
         bench.close()
 
 

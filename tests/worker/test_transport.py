@@ -50,3 +50,30 @@ def test_a_channel_of_a_lost_connection_closes_with_a_message_unacknowledged(val
         client, lost.client, channel._pool = lost.client, None, None  # as kombu leaves them
         channel.close()
         lost.client = client
+
+
+def test_the_background_is_left_in_redis_while_it_is_not_wanted(valkey_url, monkeypatch):
+    wanted = []
+    monkeypatch.setattr(transport.Transport, "takes_background", lambda: bool(wanted))
+    got = []
+    with kombu.Connection(valkey_url, transport=transport.Transport) as connection:
+        channel = connection.channel()
+        queue = kombu.Queue("lanes", channel=channel, durable=False)
+        queue.declare()
+        producer = kombu.Producer(channel)
+        for priority in (9, 9, 0):
+            producer.publish({"p": priority}, routing_key="lanes", priority=priority)
+
+        def take(body, message) -> None:
+            got.append(body["p"])
+            message.ack()
+
+        with kombu.Consumer(channel, [queue], callbacks=[take]):
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    connection.drain_events(timeout=1)
+            assert got == [0]
+            wanted.append(True)
+            while len(got) < 3:
+                connection.drain_events(timeout=5)
+    assert got == [0, 9, 9]
