@@ -269,10 +269,6 @@ def expire(connection: Connection, batch: BatchRecord, keeper: str, *, now: floa
     keep(connection, batch, keeper, now=now, values=values)
 
 
-def insert_rows(connection: Connection, records: Sequence[JobRecord]) -> None:
-    connection.execute(insert(jobs), [record.row() for record in records])
-
-
 def num_open(connection: Connection, batch: BatchRecord) -> int:
     """How many of its rows have not ended; not counted beyond the first."""
     query = select(jobs.c.id).where(*_open_rows(batch)).limit(1)

@@ -11,7 +11,8 @@ READ_BYTES = 1 << 16
 @dataclass(frozen=True, slots=True)
 class Line:
     number: int  # from 1, blank ones counted
-    end: int  # bytes of the file up to the next line
+    start: int  # bytes of the file up to this line
+    end: int  # and to the next
     data: bytes | None  # None: too long
 
 
@@ -26,16 +27,16 @@ def lines_of(file: BinaryIO, max_bytes: int, *, offset: int = 0) -> Iterator[Lin
     """The same of a file that stands at `offset`, and need not be one that can be wound back."""
     number, end = 0, offset
     while data := file.readline(max_bytes + 2):
-        number, end = number + 1, end + len(data)
+        number, start, end = number + 1, end, end + len(data)
         too_long = not data.endswith(b"\n") and len(data) == max_bytes + 2
         while too_long and (more := file.readline(READ_BYTES)):
             end += len(more)
             if more.endswith(b"\n"):
                 break
-        if end == len(data):  # the file's first
+        if start == 0:
             data = data.removeprefix(codecs.BOM_UTF8)
         data = data.strip(b" \t\r\n")
         if too_long or len(data) > max_bytes:
-            yield Line(number, end, None)
+            yield Line(number, start, end, None)
         elif data:
-            yield Line(number, end, data)
+            yield Line(number, start, end, data)

@@ -1,5 +1,6 @@
 """What goes into the store and what comes out of it: frozen values, no connection attached."""
 
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512  # characters
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's: no i, l, o, u
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]
 _JSON = ("body", "metadata", "output", "error")
 
 
 def new_job_id() -> str:
     """An id nobody can guess, that sorts by the millisecond it was made in."""
     number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
-    return "job_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+    return "job_" + "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])
 
 
 class JobError(ValueError):
@@ -249,4 +252,4 @@ class WorkerRecord(WorkerInfo):
 
 def storable(text: str) -> bool:
     """Whether a plain text column takes it on both databases."""
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+    return "\0" not in text and (text.isascii() or not _SURROGATE.search(text))

@@ -238,6 +238,10 @@ class Settings:
         2_592_000, "How long a file is kept that names no time of its own.", unit="seconds",
         low=60, high=315_360_000,
     )  # fmt: skip
+    batch_order: str = _setting(
+        "planned", "Order in which a batch's rows run: those that begin alike together and long "
+        "ones first, or that of its file.", choices=("planned", "input"),
+    )  # fmt: skip
     max_batch_rows: int = _setting(50_000, "Most rows of one batch.", low=1, high=10_000_000)
     webhook_timeout_s: float = _setting(
         10.0, "Longest wait for a webhook's receiver, from its address to its reply's status.",

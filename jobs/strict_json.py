@@ -9,6 +9,7 @@ JSONError
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,12 @@ class _Fault:
     message: str
     key: str | None = None
 
+    def __post_init__(self) -> None:
+        _met.fault = True
+
+
+_met = threading.local()  # whether this thread's parser has met one
+
 
 def loads(data: bytes, *, max_depth: int = 32) -> Any:
     """The value of UTF-8 JSON text; objects and arrays nest at most `max_depth` deep.
@@ -46,21 +53,21 @@ def loads(data: bytes, *, max_depth: int = 32) -> Any:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JSONError("", f"not UTF-8 at byte {error.start}") from None
+    _met.fault = False
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_int=_integer,
-            parse_float=_float,
-            parse_constant=lambda word: _Fault(f"{word} is not a JSON number"),
-        )
+        if text.startswith("\ufeff"):
+            raise json.JSONDecodeError("a byte order mark before the text", text, 0)
+        value = _decode(text)
     except json.JSONDecodeError as error:
         raise JSONError(
             "", f"not JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
     except RecursionError:
         raise JSONError("", f"nested more than {max_depth} deep") from None
-    check(value, max_depth=max_depth)
+    # most texts need no walk: without escapes of characters nothing but the parser's own faults can
+    # be in a value of theirs, nor can they nest deeper than they have brackets
+    if _met.fault or "\\u" in text or text.count("[") + text.count("{") > max_depth:
+        check(value, max_depth=max_depth)
     return value
 
 
@@ -146,3 +153,11 @@ def _integer(digits: str) -> Any:
 def _float(digits: str) -> Any:
     number = float(digits)
     return number if math.isfinite(number) else _Fault("a number too large for a double")
+
+
+_decode = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=_integer,
+    parse_float=_float,
+    parse_constant=lambda word: _Fault(f"{word} is not a JSON number"),
+).decode

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,23 +21,25 @@ from typing import BinaryIO, TypeVar
 
 from sqlalchemy import Connection
 
-from jobs import batches, quotas, store
+from jobs import batch_rows, batches, quotas, store
 from jobs.batch_record import BatchRecord, BatchState
+from jobs.batch_rows import BatchRow
 from jobs.batches import LostBatch
 from jobs.database import Database, transient, trouble
 from jobs.events import Channel, Publisher
 from jobs.file_store import FileStore
-from jobs.lines import Line, read_lines
+from jobs.lines import read_lines
 from jobs.settings import Settings
 from worker.batch_closer import close
-from worker.batch_reader import Reading, row_of
+from worker.batch_plan import Plan
+from worker.batch_reader import Reading, add_to, line_at, row_of
 from worker.file_sweeper import FileSweeper
 
 R = TypeVar("R")
 
 MAX_BATCHES = 256  # that one keeper has at once
 LINES = 2000  # read in one turn
-ROWS = 500  # inserted in one transaction
+ROWS = 1000  # inserted in one transaction
 STOP_S = 5.0
 AGAIN_S = 5.0  # after a round that failed
 
@@ -54,6 +57,7 @@ class BatchKeeper:
         self._files = FileSweeper(settings, self._database)
         self._publisher = Publisher(settings)
         self._works: dict[str, Iterator[None]] = {}  # by batch: what is being done for it
+        self._plans: dict[str, Plan] = {}  # of batches that were read, until their rows are in
         self._resting: dict[str, float] = {}  # batches that failed, until when: monotonic
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,6 +79,8 @@ class BatchKeeper:
         if self._thread is not None:
             self._thread.join(STOP_S)
         self._works.clear()
+        while self._plans:
+            self._plans.popitem()[1].close()
         self._publisher.close()
         self._database.dispose()
 
@@ -115,6 +121,8 @@ class BatchKeeper:
             for batch in mine
             if batch.id not in self._resting
         }
+        for batch_id in self._plans.keys() - {batch.id for batch in mine}:
+            self._plans.pop(batch_id).close()
         busy = False
         for batch_id, work in list(self._works.items()):
             try:
@@ -182,12 +190,15 @@ class BatchKeeper:
         opened = self._open(batch)
         if opened is None:
             return
-        with opened as file:
-            reading = Reading(file, batch, self.settings)
+        with opened as file, ExitStack() as unless_kept:
+            reading = Reading(file, batch, self.settings, self._new_plan())
+            unless_kept.callback(reading.plan.close)
             while reading.step(LINES):
                 self._keep(batch)
                 yield
-        self._move(lambda connection, now: self._validated(connection, now, batch, reading))
+            self._move(lambda connection, now: self._validated(connection, now, batch, reading))
+            unless_kept.pop_all()
+            self._plans[batch.id] = reading.plan
         logger.info(
             "batch %s read: rows=%d errors=%d", batch.id, reading.num_rows, len(reading.errors)
         )
@@ -215,35 +226,37 @@ class BatchKeeper:
         opened = self._open(batch)
         if opened is None:
             return
-        with opened as file:
-            lines = read_lines(file, self.settings.max_job_bytes, offset=batch.input_offset)
+        plan = self._plans.pop(batch.id, None)
+        with opened as file, closing(plan or self._new_plan()) as plan:
+            if not plan.num_rows:  # another keeper's was lost with it
+                for number, line in enumerate(read_lines(file, self.settings.max_job_bytes)):
+                    add_to(plan, batch.endpoint, number, line)
+                    if number % LINES == LINES - 1:
+                        self._keep(batch)
+                        yield
+            assert plan.num_rows == batch.num_rows, f"the file of {batch.id} is another by now"
+            order = plan.rows(first=batch.num_inserted)
             while batch.num_inserted < batch.num_rows:
-                some = list(islice(lines, ROWS))
-                assert some, f"the file of {batch.id} has fewer rows than were counted"
-                batch = self.write(partial(self._insert_some, batch, some))
+                rows = [self._row(file, batch, *place) for place in islice(order, ROWS)]
+                batch = self.write(partial(self._insert_some, batch, rows))
                 yield
         self._moved = True
 
+    def _new_plan(self) -> Plan:
+        return Plan(planned=self.settings.batch_order == "planned")
+
+    def _row(self, file: BinaryIO, batch: BatchRecord, number: int, start: int) -> BatchRow:
+        return row_of(batch.endpoint, line_at(file, self.settings.max_job_bytes, start), number)
+
     def _insert_some(
-        self, batch: BatchRecord, lines: list[Line], connection: Connection, now: float
+        self, batch: BatchRecord, rows: list[BatchRow], connection: Connection, now: float
     ) -> BatchRecord:
-        first = batch.num_inserted
-        records = [
-            row_of(batch, line, first + i, self.settings, now + i * 1e-6)
-            for i, line in enumerate(lines)
-        ]
-        if batch.ending in batches.ENDING:  # never to be run, but each input has its line
-            state = batches.ENDING[BatchState(batch.ending)]
-            records = [
-                record
-                if record.ended
-                else replace(record, state=state, finished_at=now, finish_reason="abort")
-                for record in records
-            ]
-        further = replace(batch, num_inserted=first + len(records), input_offset=lines[-1].end)
-        values = {"num_inserted": further.num_inserted, "input_offset": further.input_offset}
+        further = replace(batch, num_inserted=batch.num_inserted + len(rows))
+        values = {"num_inserted": further.num_inserted}
         batches.keep(connection, batch, self.name, now=now, values=values)
-        batches.insert_rows(connection, records)
+        batch_rows.insert_rows(
+            connection, batch, rows, now=now, max_attempts=self.settings.max_attempts
+        )
         return further
 
     def _finalize(self, batch: BatchRecord) -> None:

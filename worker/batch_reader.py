@@ -2,13 +2,12 @@
 
 A file is read twice, and never held. First only what makes it a batch: each line a request, all for
 one endpoint and one model, every `custom_id` once. A fault there refuses the whole file, with its
-line. Then rows are made of it: a body that the endpoint would refuse is a row that has failed, and
-the others run.
+line; else there is a plan of its rows. Then rows are made of it, in the order of the plan: a body
+that the endpoint would refuse is a row that has failed, and the others run.
 """
 
 import hashlib
 from array import array
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, BinaryIO
 
@@ -16,18 +15,41 @@ import msgspec
 
 from jobs import openai, strict_json
 from jobs.batch_record import BatchRecord
+from jobs.batch_rows import BatchRow
 from jobs.batches import MAX_ERRORS
-from jobs.lifecycle import ErrorCode, JobState, error_object
+from jobs.lifecycle import ErrorCode, error_object
 from jobs.lines import Line, read_lines
 from jobs.openai_fields import BodyError
-from jobs.records import MAX_CUSTOM_ID_BYTES, JobRecord, NewJob, storable
+from jobs.records import MAX_CUSTOM_ID_BYTES, new_job_id, storable
 from jobs.settings import Settings
+from worker.batch_plan import Plan
 
 SHOWN = 64  # characters of a custom_id in a message
+_NONE = msgspec.Raw()
 
 
 class _Body(msgspec.Struct):
+    """The model, and what the prompt is made of."""
+
     model: str
+    prompt: msgspec.Raw = _NONE
+    messages: msgspec.Raw = _NONE
+    tools: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+
+    @property
+    def texts(self) -> tuple[bytes, ...]:
+        """In the order a prompt has them."""
+        parts = (self.tools, self.instructions, self.messages, self.prompt, self.input)
+        return tuple(map(bytes, parts))
+
+    @property
+    def longest(self) -> object:
+        return self.max_tokens or self.max_completion_tokens or self.max_output_tokens
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,13 +59,20 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     method: str = "POST"
 
 
+class _Parts(msgspec.Struct):
+    custom_id: str
+    body: msgspec.Raw
+
+
 _decode = msgspec.json.Decoder(_Request).decode
+_parts = msgspec.json.Decoder(_Parts).decode
 
 
 class Reading:
     """The first time through a file: `step` as long as it returns True, then see what it found."""
 
-    def __init__(self, file: BinaryIO, batch: BatchRecord, settings: Settings) -> None:
+    def __init__(self, file: BinaryIO, batch: BatchRecord, settings: Settings, plan: Plan) -> None:
+        self.plan = plan
         self.errors: list[dict[str, Any]] = []
         self.model: str | None = None
         self.num_rows = 0
@@ -84,6 +113,7 @@ class Reading:
             fault = self._fault_in(request)
             digest = _digest(request.custom_id)
             self._digests[digest & 255].append(digest)
+            _add(self.plan, self._batch.endpoint, self.num_rows - 1, line, request)
         if fault is not None:
             self._refuse(*fault[:2], line.number, fault[2])
 
@@ -180,37 +210,43 @@ def _fault_of(data: bytes) -> tuple[str, str, str | None]:
     return "invalid_body", "body.model must be a string", "body.model"
 
 
-def row_of(
-    batch: BatchRecord, line: Line, row_number: int, settings: Settings, now: float
-) -> JobRecord:
+def add_to(plan: Plan, endpoint: str, row_number: int, line: Line) -> None:
+    """A line that was found to be a request before."""
+    assert line.data is not None
+    _add(plan, endpoint, row_number, line, _decode(line.data))
+
+
+def _add(plan: Plan, endpoint: str, row_number: int, line: Line, request: _Request) -> None:
+    body = request.body
+    plan.add(row_number, line.start, endpoint, body.longest, *body.texts)
+
+
+def line_at(file: BinaryIO, max_bytes: int, start: int) -> Line:
+    """A line that was found there before."""
+    return next(read_lines(file, max_bytes, offset=start))
+
+
+def row_of(endpoint: str, line: Line, row_number: int) -> BatchRow:
     """The row that a line becomes: queued, or failed where the endpoint refuses its body."""
     assert line.data is not None
-    assert batch.model is not None
-    body: dict[str, Any] = {}
-    max_tokens, refusal = 0, None
+    text, max_tokens, refusal = "{}", 0, None
+    parts = _parts(line.data)
     try:
         body = strict_json.loads(line.data)["body"]
-        max_tokens = _checked(batch.endpoint, body) or 0
+        text = bytes(parts.body).decode()
+        max_tokens = _checked(endpoint, body) or 0
     except strict_json.JSONError as error:
         param = error.path or None
         refusal = error_object(ErrorCode.INVALID_REQUEST, str(error)[:300], param=param)
     except BodyError as error:
         refusal = error_object(ErrorCode.INVALID_REQUEST, str(error), param=error.param)
-    record = NewJob(
-        url=batch.endpoint,
-        model=batch.model,
-        body=body,
-        custom_id=_decode(line.data).custom_id,
-        priority=batch.priority,
-        max_attempts=settings.max_attempts,
-        batch_id=batch.id,
+    return BatchRow(
+        id=new_job_id(),
+        custom_id=parts.custom_id,
         row_number=row_number,
+        body=text,
         max_tokens=max_tokens,
-    ).accepted(batch.tenant_id, now)
-    if refusal is None:
-        return record
-    return replace(
-        record, state=JobState.FAILED, error=refusal, finish_reason="error", finished_at=now
+        error=refusal,
     )
 
 

@@ -44,16 +44,17 @@ async def results(
         records = batches.rows_after(
             connection, batch_id, tenant=tenant, after=after, limit=limit, ended=skips
         )
-        return _page(batch, records, after)
+        return _page(batch, records, after, skips)
 
     return json_response(await known(services.sql.read, batch_id, read))
 
 
-def _page(batch: BatchRecord, records: list[JobRecord], after: int) -> dict[str, Any]:
+def _page(batch: BatchRecord, records: list[JobRecord], after: int, skips: bool) -> dict[str, Any]:
     data: list[dict[str, Any]] = []
     num_bytes, last_row = 0, after
     for record in records:
-        if not record.ended:
+        # rows become jobs in the order they run in: one before may not be there yet
+        if not record.ended or (record.row_number != last_row + 1 and not skips):
             break
         num_bytes += len(encoded(record))
         if data and num_bytes > MAX_REPLY_BYTES:
@@ -65,7 +66,7 @@ def _page(batch: BatchRecord, records: list[JobRecord], after: int) -> dict[str,
         "object": "list",
         "data": data,
         "last_row": last_row if last_row >= 0 else None,
-        "has_more": batch.closed_at is None or last_row + 1 < batch.num_inserted,
+        "has_more": batch.closed_at is None or last_row + 1 < batch.num_rows,
     }
 
 

@@ -3,8 +3,10 @@
 import pytest
 from sqlalchemy import text
 
-from jobs import batches, sweep
+from jobs import batch_rows, batches, sweep
 from jobs.batch_record import BatchRecord, BatchState
+from jobs.batch_rows import BatchRow
+from jobs.records import new_job_id
 from jobs.tenants import DEFAULT_TENANT
 from tests.jobs.conftest import MODEL, NOW, new_job
 from tests.jobs.test_sweep import plan
@@ -22,13 +24,13 @@ BATCH = BatchRecord(
 def large(bench):
     """A batch whose rows are all queued."""
     rows = [
-        new_job(batch_id=BATCH.id, row_number=i, priority=BATCH.priority).accepted(
-            DEFAULT_TENANT, NOW + i * 1e-6
+        BatchRow(
+            id=new_job_id(), custom_id=str(i), row_number=i, body='{"prompt": "x"}', max_tokens=1
         )
         for i in range(NUM_ROWS)
     ]
     bench.call(batches.create, BATCH)
-    bench.call(batches.insert_rows, rows)
+    bench.call(batch_rows.insert_rows, BATCH, rows, now=NOW, max_attempts=5)
     if not bench.database.sqlite:
         with bench.database.begin() as connection:
             connection.execute(text("ANALYZE"))

@@ -237,7 +237,7 @@ def test_cancelled_before_and_while_its_file_is_read(shop):
     batch_id = shop.create(data(1300))
     while shop.get(batch_id).num_inserted == 0:
         shop.keeper.round()
-    assert shop.get(batch_id).num_inserted == 500
+    assert shop.get(batch_id).num_inserted == batch_keeper.ROWS
     shop.run(batch_id, num=20)
     shop.cancel(batch_id)
     shop.turn()

@@ -7,9 +7,9 @@ import tracemalloc
 import pytest
 
 from jobs.batch_record import BatchRecord, BatchState
-from jobs.lifecycle import JobState
 from jobs.lines import Line, read_lines
 from jobs.settings import ModelEntry, Settings
+from worker.batch_plan import Plan
 from worker.batch_reader import Reading, row_of
 
 SETTINGS = Settings(
@@ -31,7 +31,7 @@ def row(custom_id="1", *, body=None, **fields) -> bytes:
 
 
 def reading(data: bytes, settings=SETTINGS, step=7) -> Reading:
-    found = Reading(io.BytesIO(data), BATCH, settings)
+    found = Reading(io.BytesIO(data), BATCH, settings, Plan())
     while found.step(step):
         pass
     return found
@@ -80,7 +80,7 @@ def test_a_line_of_any_length_is_read_in_constant_memory():
 
     tracemalloc.start()
     [line] = list(read_lines(io.BufferedReader(Endless()), 2048))
-    assert line == Line(1, 50 << 20, None)
+    assert line == Line(1, 0, 50 << 20, None)
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
 
@@ -153,18 +153,15 @@ def test_the_first_thousand_errors_are_kept():
 
 
 def made(line: bytes, endpoint="/v1/completions"):
-    batch = BatchRecord(**{name: getattr(BATCH, name) for name in BATCH.__slots__} | {
-        "endpoint": endpoint
-    })  # fmt: skip
-    return row_of(batch, Line(1, 0, line), 4, SETTINGS, 77.0)
+    return row_of(endpoint, Line(1, 0, 0, line), 4)
 
 
-def test_a_row_is_a_job_of_the_batch():
-    record = made(row("x", body={"max_tokens": 9, "temperature": 0.5}))
-    assert (record.state, record.batch_id, record.row_number) == (JobState.QUEUED, "batch_1", 4)
-    assert (record.custom_id, record.tenant_id, record.priority) == ("x", "acme", -5)
-    assert record.body == {"model": "tiny", "prompt": "hi", "max_tokens": 9, "temperature": 0.5}
-    assert record.max_tokens == 9
+def test_a_row_is_the_body_as_the_line_has_it():
+    made_row = made(row("x", body={"max_tokens": 9, "temperature": 0.5}))
+    assert (made_row.row_number, made_row.custom_id, made_row.error) == (4, "x", None)
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 9, "temperature": 0.5}
+    assert json.loads(made_row.body) == body
+    assert made_row.max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -180,18 +177,12 @@ def test_a_body_that_its_endpoint_refuses_is_a_failed_row(body, param):
     record = made(
         json.dumps(json.loads(row()) | {"body": {"model": "tiny", "prompt": "x"} | body}).encode()
     )
-    assert (record.state, record.finish_reason, record.finished_at) == (
-        JobState.FAILED,
-        "error",
-        77.0,
-    )
     assert record.error["type"] == "invalid_request_error"
     assert record.error["param"] == param
 
 
 def test_a_body_that_two_readers_could_read_differently_is_a_failed_row():
     record = made(row().replace(b'"hi"', b'"hi", "prompt": "ho"'))
-    assert record.state == JobState.FAILED
     assert "prompt" in record.error["message"]
 
 

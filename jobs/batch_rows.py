@@ -1,0 +1,93 @@
+"""Rows of a batch on their way in: many at once, each a job like any other.
+
+On SQLite by one prepared statement, on PostgreSQL by COPY: of a row's cost most is the database's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection
+
+from jobs.batch_record import BatchRecord, BatchState
+from jobs.batches import ENDING
+from jobs.lifecycle import RETRIED, JobState
+from jobs.rows import encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """What a line of the file becomes: a queued job, or one that has failed."""
+
+    id: str
+    custom_id: str
+    row_number: int
+    body: str  # JSON, as the line has it
+    max_tokens: int
+    error: Mapping[str, Any] | None = None  # what the endpoint says of its body
+
+
+def insert_rows(
+    connection: Connection,
+    batch: BatchRecord,
+    rows: Sequence[BatchRow],
+    *,
+    now: float,
+    max_attempts: int,
+) -> None:
+    """In the order given, which is that in which they are to run. Of a batch that has been told to
+    end, each ends as it does."""
+    values = _values(batch, rows, now, max_attempts)
+    if connection.dialect.name == "postgresql":
+        driver: Any = connection.connection.driver_connection
+        with driver.cursor() as cursor, cursor.copy(_COPY) as copy:
+            for each in values:
+                copy.write_row(each)
+    else:
+        connection.exec_driver_sql(_INSERT, list(values))
+
+
+# of each row, and then of all rows alike
+_OWN = ("id", "custom_id", "row_number", "body", "max_tokens", "created_at")
+_ENDS = ("state", "error", "finish_reason", "finished_at")
+_COMMON = (
+    "batch_id",
+    "tenant_id",
+    "url",
+    "model",
+    "priority",
+    "max_attempts",
+    "retry_on",
+    "metadata",
+)
+_ZERO = (
+    *("attempt", "fence", "crash_count", "prompt_tokens", "cached_tokens", "completion_tokens"),
+    "wasted_tokens",
+)
+_NAMES = (*_OWN, *_ENDS, *_COMMON, *_ZERO)
+
+
+def _values(
+    batch: BatchRecord, rows: Sequence[BatchRow], now: float, max_attempts: int
+) -> Iterator[tuple[Any, ...]]:
+    common: tuple[Any, ...] = (
+        *(batch.id, batch.tenant_id, batch.endpoint, batch.model, batch.priority, max_attempts),
+        *(" ".join(map(str, RETRIED)), "{}", *(0 for _ in _ZERO)),
+    )
+    as_others: tuple[Any, ...] = (str(JobState.QUEUED), None, None, None)
+    if batch.ending in ENDING:  # never to be run, but each input has its line
+        as_others = (str(ENDING[BatchState(batch.ending)]), None, "abort", now)
+    for i, row in enumerate(rows):
+        ends = as_others
+        if row.error is not None:
+            ends = (str(JobState.FAILED), encode(row.error), "error", now)
+        yield (
+            *(row.id, row.custom_id, row.row_number, row.body, row.max_tokens, now + i * 1e-6),
+            *ends,
+            *common,
+        )
+
+
+_COLUMNS = ", ".join(_NAMES)
+_INSERT = f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' for _ in _NAMES)})"
+_COPY = f"COPY jobs ({_COLUMNS}) FROM STDIN"
