@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kernels.cpu import MAX_THREADS, stack, step
 from engine.kernels.cpu.attention import tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
-from engine.kernels.cpu.emit import PAIRS, PANEL
+from engine.kernels.cpu.emit import HALF_PAIRS, PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of
 from engine.kernels.cpu.halves import half_words, pack_halves
 from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, padded, stored_as
@@ -57,7 +57,7 @@ class PackedDecoder:
         block_size: int,  # a multiple of 16
         weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
         in_pairs: bool = False,  # weights in 16 bits: inputs are rounded to that, too
-        kv_in_pairs: bool = False,  # a bfloat16 cache: so are queries and what weighs values
+        kv_in_pairs: bool = False,  # a cache in 16 bits: so are queries and what weighs values
         kv_dtype: torch.dtype,  # likewise keys and values
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
@@ -69,7 +69,7 @@ class PackedDecoder:
         self.rotary, self.local_rotary = rotary_embeddings(s, CPU)
         kv_kind = KINDS[kv_dtype]
         if kv_in_pairs:
-            kv_kind = PAIRS
+            kv_kind = HALF_PAIRS if kv_dtype == torch.float16 else PAIRS
         unit = BLOCK if kv_kind == PAIRS and BY_AMX else PANEL
         head_dim = -(-s.head_dim // unit) * unit
         self.kv_layers = (

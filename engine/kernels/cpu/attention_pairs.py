@@ -70,7 +70,7 @@ def _weigh(weights, panels, values_at, num_panels, rows, head_dim, parts):
 
 
 @njit(inline="always")
-def _copy_values(piece, count, head_dim, out):
+def copy_values(piece, count, head_dim, out):
     """The first so many values of a piece, and zeros: other slots may hold what is no number."""
     width = head_dim // 2  # int64 of a row of pairs
     source = carray(as_integers(piece), (PANEL // 2, width))
@@ -86,7 +86,7 @@ def _copy_values(piece, count, head_dim, out):
 
 
 @njit(inline="always")
-def _clear(address, count):
+def clear(address, count):
     """So many times eight bytes."""
     numbers = carray(as_integers(address), (count,))
     for i in range(count):
@@ -128,14 +128,14 @@ def pairs_function() -> CFunc:
             end_seen = min(places[i] + 1 - first_key, PANEL * (high - low))
             row, result = made + 4 * STRETCH * i, parts + 4 * ((head_dim + 2) * i + head_dim)
             if end_seen <= first_seen:  # no weight, and no sum
-                _clear(row, PANEL // 4 * (high - low))
-                _clear(result, 1)
+                clear(row, PANEL // 4 * (high - low))
+                clear(result, 1)
             else:
-                softmax_pairs(row, high - low, first_seen, end_seen, scale, softcap, result)
+                softmax_pairs(row, high - low, first_seen, end_seen, scale, softcap, result, PAIRS)
         last = panels[high - 1]
         if (end - base) % PANEL:
             copy = made + 4 * STRETCH * PAIR_ROWS
-            _copy_values(last + values_at, (end - base) % PANEL, head_dim, copy)
+            copy_values(last + values_at, (end - base) % PANEL, head_dim, copy)
             panels[high - 1] = copy - values_at
         if BY_AMX:
             attention_amx.weigh_values(

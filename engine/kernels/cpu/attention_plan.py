@@ -106,7 +106,7 @@ def plan_attention(sequences, shape, num_workers):
     where there are few items.
     """
     group = shape.num_heads // shape.num_kv_heads
-    query_lens = np.diff(sequences.cu_query_lens)
+    query_lens = sequences.cu_query_lens[1:] - sequences.cu_query_lens[:-1]
     order, shared = order_by_prefix(sequences, query_lens, shape)
     num_whole, num_pieces = count_items(query_lens, sequences.seq_lens, shape)
     few = num_workers > 1 and num_whole < ITEMS_PER_WORKER * num_workers

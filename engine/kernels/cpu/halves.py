@@ -88,7 +88,7 @@ def half_weight_at(panel, lane, i, num_inputs):
 @njit(nogil=True, cache=True)
 def halve_row(x, num_inputs, out):
     """A row, float32, as tiles read it: float16, then its scale; `out` is of `half_words`."""
-    round_halves(x.ctypes.data, num_inputs, out.ctypes.data, 4 * half_pairs(num_inputs))
+    round_halves(x.ctypes.data, num_inputs, out.ctypes.data, 4 * half_pairs(num_inputs), PEAK)
 
 
 @intrinsic
@@ -98,12 +98,14 @@ def round_halves(
     count: Any,
     out: Any,  # address of float16, changed: as many, and zeros to a whole vector
     scale_at: Any,  # bytes from there to what the row is to be multiplied by, float32, changed
+    peak: Any,  # the largest number becomes 2^peak to 2^(peak + 1)
 ) -> Any:
     """A row times a power of two, rounded to the nearest; what is no number remains none."""
-    signature = types.void(*(types.int64,) * 4)
+    signature = types.void(*(types.int64,) * 5)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        x, count, out, scale_at = args
+        x, count, out, scale_at, peak = args
+        peak = build.trunc(peak, I32)
         num_vectors = build.sdiv(build.add(count, I64(WIDTH - 1)), I64(WIDTH))
 
         def compare(index: Any, state: list[Any]) -> list[Any]:
@@ -117,10 +119,10 @@ def round_halves(
         exponent = build.lshr(build.call(reduce, [peaks]), I32(_EXPONENT))
         small = build.icmp_signed("<", exponent, I32(_LEAST))
         exponent = build.select(small, I32(_LEAST), exponent)
-        # 2^(PEAK - e), and back; 1 where some number is none
+        # 2^(peak - e), and back; 1 where some number is none
         finite = build.icmp_signed("!=", exponent, I32(_INFINITE))
-        by = build.select(finite, build.sub(I32(2 * 127 + PEAK), exponent), I32(127))
-        back = build.select(finite, build.sub(exponent, I32(PEAK)), I32(127))
+        by = build.select(finite, build.sub(build.add(peak, I32(2 * 127)), exponent), I32(127))
+        back = build.select(finite, build.sub(exponent, peak), I32(127))
         factor = splat(build, _power(build, by))
         halves = ir.VectorType(ir.HalfType(), WIDTH)
 

@@ -20,6 +20,7 @@ from engine.kernels.cpu.matmul import (
 )
 from engine.kernels.cpu.workers import Crew
 from tests.engine.kernels import oracle
+from tests.engine.kernels.attention_case import Case
 
 pytestmark = pytest.mark.skipif(not HAS_HALVES, reason="needs AVX512-FP16")
 NO_MEETING = np.zeros(8, np.int64)
@@ -151,3 +152,21 @@ def test_gated_products_equal_float64():
         )  # fmt: skip
     expected = oracle.silu_mul(x.double() @ weight.double().T)
     torch.testing.assert_close(out.double(), expected, atol=0.15, rtol=0.02)
+
+
+@pytest.mark.parametrize("key_size", [1e-6, 1.0, 6e4])
+@pytest.mark.parametrize("value_size", [1e-2, 1.0, 6e4])
+def test_attention_to_keys_and_values_of_any_size(key_size, value_size):
+    """As large as float16 has them, and all of one sign: neither scores nor values overflow.
+
+    Values far below 1e-2 lose digits: a numerator times a value has float16's exponents.
+    """
+    case = Case([1], [300], shape=(1, 1, 64, 16), dtype=torch.float16, seed=3, in_pairs=True)
+    case.queries[0].fill_(1.0)
+    for t in range(300):
+        slot = int(case.tables[0, t // 16]) * 16 + t % 16
+        case.store(slot, 0, torch.full((64,), key_size), torch.full((64,), value_size))
+    found, *_ = case.attend(workers=1)
+    torch.testing.assert_close(
+        found, torch.full_like(found, float(np.float16(value_size))), rtol=5e-3, atol=0
+    )
