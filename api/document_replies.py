@@ -305,7 +305,12 @@ REPLIES: dict[str, Schema] = {
         has_more=BOOLEAN,
     ),
     "Model": _record(
-        id=TEXT, object=_kind("model"), created=INTEGER, owned_by=TEXT, max_model_len=_COUNT
+        id=TEXT,
+        object=_kind("model"),
+        created=INTEGER,
+        owned_by=TEXT,
+        max_model_len=_COUNT,
+        fingerprint=TEXT,
     ),
     "Models": _list(ref("Model")),
     "Live": _record(status=_kind("live")),

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from api.errors import BadRequest
 from engine.chat_template import ChatTemplateError
+from engine.checkpoint_files import fingerprint
 from engine.door import checked_params
 from engine.sampling_params import MAX_N, ParameterError, SamplingParams, params_of
 from engine.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class ServedModel:
     max_model_len: int  # tokens of prompt and output together
     created: int  # epoch seconds
     max_n: int = MAX_N  # samples of one generation
+    fingerprint: str = ""  # of its files, see engine.checkpoint_files
 
 
 class UnknownModel(BadRequest):
@@ -71,6 +73,7 @@ class Door:
                 max_model_len=limit,
                 created=int(path.stat().st_mtime),
                 max_n=settings.max_n,
+                fingerprint=fingerprint(path),
             )
         return cls(models)
 

@@ -57,6 +57,13 @@ class Requests:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
         return Asked(spec.endpoint, {**body, "messages": messages})
 
+    def parameters(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those a row was asked with, but for its seed."""
+        own = self._of_row(values) if self._prompt is not None else values["body"]
+        left_out = ("model", "messages", "prompt", "seed", "input")
+        every = {**self._spec.parameters, **own}
+        return {name: value for name, value in every.items() if name not in left_out}
+
     def _of_row(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters that a row has; where its column is empty the spec's own stay."""
         found = {}
@@ -71,6 +78,13 @@ class Requests:
             if value is not None and value != "":
                 found[parameter] = value
         return found
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """What a choice of either endpoint says."""
+    message = choice.get("message")
+    text = choice["text"] if message is None else message.get("content")
+    return text or ""
 
 
 def seed_of(spec_seed: int, row: int, sample: int, round_: int) -> int:

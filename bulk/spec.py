@@ -38,9 +38,45 @@ class Input(_Strict, frozen=True):
         return [self.path] if isinstance(self.path, str) else self.path
 
 
+class Length(_Strict, frozen=True):
+    min_chars: Annotated[int, Meta(ge=0)] = 0
+    max_chars: Annotated[int, Meta(ge=0)] | None = None
+    min_words: Annotated[int, Meta(ge=0)] = 0
+    max_words: Annotated[int, Meta(ge=0)] | None = None
+
+
+class Check(_Strict, frozen=True):
+    """What an output must be: one of these."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: Name | None = None  # of the whole text
+    length: Length | None = None
+    python: Annotated[str, Meta(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    no_flags: Annotated[list[Literal["truncated", "repetition"]], Meta(min_length=1)] | None = None
+
+
+class Repair(_Strict, frozen=True):
+    """How a row whose output was refused is asked again."""
+
+    rounds: Annotated[int, Meta(ge=0, le=20)] = 0
+    how: Literal["reseed", "show_error"] = "reseed"
+    message: Annotated[str, Meta(min_length=1)] = (
+        "That answer was refused: {{ error }}. Answer again, with the answer alone."
+    )
+
+
+class Output(_Strict, frozen=True):
+    path: Name  # a folder
+    format: Literal["jsonl", "parquet", "csv"] = "jsonl"
+    rows_per_shard: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000  # rows of the input
+    column: Name = "output"
+    details: Name = "generation"  # the column of what is known about the output
+
+
 class Spec(_Strict, frozen=True):
     model: Name
     input: Input
+    output: Output
     endpoint: Literal["/v1/chat/completions", "/v1/completions"] = "/v1/chat/completions"
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     system: Annotated[str, Meta(min_length=1)] | None = None
@@ -48,6 +84,9 @@ class Spec(_Strict, frozen=True):
     row_parameters: dict[Name, Name] = {}  # parameter: the column that has it
     samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
     seed: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    validate: Annotated[list[Check], Meta(max_length=50)] = []
+    repair: Repair = Repair()
+    priority: Annotated[int, Meta(ge=-10, le=10)] = -5
 
 
 def read_spec(path: Path) -> Spec:
@@ -93,8 +132,22 @@ def _check(spec: Spec, path: Path) -> None:
         refuse("prompt", "is required: a Jinja template over the input's columns")
     if spec.system is not None and spec.endpoint != "/v1/chat/completions":
         refuse("system", "needs the endpoint /v1/chat/completions")
-    for field, names in (("parameters", spec.parameters), ("row_parameters", spec.row_parameters)):
-        for name in names:
+    for i, check in enumerate(spec.validate):
+        given = [name for name in check.__struct_fields__ if getattr(check, name) is not None]
+        if len(given) != 1:
+            names = ", ".join(check.__struct_fields__)
+            refuse(f"validate[{i}]", f"must be one of {names}; it has {', '.join(given) or 'none'}")
+    if spec.repair.rounds and not spec.validate:
+        refuse("repair", "needs something to validate")
+    if spec.repair.how == "show_error" and spec.endpoint != "/v1/chat/completions":
+        refuse("repair.how", "show_error needs the endpoint /v1/chat/completions")
+    if spec.output.column == spec.output.details:
+        refuse("output.details", "must not be output.column, too")
+    for field, parameters in (
+        ("parameters", spec.parameters),
+        ("row_parameters", spec.row_parameters),
+    ):
+        for name in parameters:
             if name in SETS_SEEDS:
                 refuse(f"{field}.{name}", "is not a parameter here: the spec has seed and samples")
             if name in ("model", "messages", "prompt", "stream"):

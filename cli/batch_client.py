@@ -1,4 +1,4 @@
-"""The calls of files and batches, for `tokenmill run-batch`."""
+"""The calls of files and batches, for `tokenmill run-batch` and `tokenmill dataset`."""
 
 import time
 from collections.abc import Callable
@@ -13,6 +13,7 @@ R = TypeVar("R")
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 ROWS = 1000  # of one reply
 UPLOAD_S = 3600.0
+ANSWER_S = 3600.0
 AWAY_S = 600.0  # then whoever started the command is to start it again
 
 Batch = dict[str, Any]  # a batch object as the service shows it
@@ -50,12 +51,28 @@ class BatchClient(Client):
                 return None
             raise
 
-    def results(self, batch_id: str, num_seen: int) -> tuple[list[dict[str, Any]], bool]:
-        """Lines of the rows behind the first `num_seen`, up to one that has not ended; and whether
-        there are more to come."""
-        query = {"limit": ROWS} | ({"after": num_seen - 1} if num_seen else {})
+    def results(
+        self, batch_id: str, num_seen: int, *, skip: bool = False
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Lines of the rows behind the first `num_seen`, up to one that has not ended, or past such
+        ones; and whether there are more to come."""
+        query: dict[str, Any] = {"limit": ROWS, "skip_unfinished": "true" if skip else "false"}
+        query |= {"after": num_seen - 1} if num_seen else {}
         page = _patiently(lambda: self._call("GET", f"{_path(batch_id)}/results", params=query))
         return page["data"], page["has_more"]
+
+    def steer(self, batch_id: str, verb: str) -> Batch:
+        """Pause, resume or cancel it."""
+        return _patiently(lambda: self._call("POST", f"{_path(batch_id)}/{verb}"))
+
+    def model(self, name: str) -> dict[str, Any] | None:
+        """None where it is not served."""
+        listed = _patiently(lambda: self._list("GET", "/v1/models"))
+        return next((model for model in listed if model.get("id") == name), None)
+
+    def answer(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One generation, waited for."""
+        return _patiently(lambda: self._call("POST", url, json=body, timeout=ANSWER_S))
 
 
 def _path(batch_id: str) -> str:

@@ -8,13 +8,9 @@ order of the input while the batch runs, and get the output's name when all are 
 import hashlib
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.batch_client import ENDED, Batch, BatchClient
 from cli.client import ClientError
 from cli.options import environment
-from cli.service import Service, StartError, watch_in_background
-from jobs.settings import Settings, variable
+from cli.service import StartError
+from cli.serving import serving
+from jobs.settings import Settings
 
 POLL_S = 0.5
 SHOWN_ERRORS = 20
-UNLIMITED = {"max_batch_rows": 10_000_000, "max_file_bytes": 1 << 44}  # one's own machine
 
 
 @dataclass(slots=True)
@@ -83,7 +79,7 @@ def run_batch(
         return
     state.done = False
     try:
-        with _service(console, url, model or named, data_dir) as address:
+        with serving(console, url, model or named, data_dir) as address:
             key = Settings.from_env(environment()).api_key
             with BatchClient(address, key=key) as client:
                 work = _Work(client, console, source, output, place, state)
@@ -157,7 +153,8 @@ class _Work:
                 ended = batch["status"] in ENDED
                 lines, more = self._client.results(batch["id"], num_rows)
                 for line in lines:
-                    del line["row"]
+                    for name in ("row", "attempt", "timings"):  # ours alone
+                        line.pop(name, None)
                     text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
                     part.write(text.encode(errors="surrogatepass") + b"\n")
                 part.flush()
@@ -167,7 +164,7 @@ class _Work:
                     task, completed=num_rows, total=counts["total"] or None,
                     description=f"{batch['status']}, {counts['failed']} failed",
                 )  # fmt: skip
-                if ended and not more:
+                if ended and not (more and lines):  # some of a cancelled one's are never told
                     os.fsync(part.fileno())
                     return batch
                 if not lines:
@@ -178,34 +175,6 @@ class _Work:
         new = self._place.with_name(f"{self._place.name}.new")
         new.write_text(json.dumps(asdict(self._state)) + "\n")
         os.replace(new, self._place)
-
-
-@contextmanager
-def _service(
-    console: Console, url: str | None, model: str | None, data_dir: str | None
-) -> Iterator[str]:
-    """The address of the service: the one of the URL, or one that is run here meanwhile."""
-    if url:
-        yield url
-        return
-    environ = environment(data_dir=data_dir, models=model, host="127.0.0.1", port=0)
-    for name, value in UNLIMITED.items():
-        environ.setdefault(variable(name), str(value))
-    folder = Path(Settings.from_env(environ).data_dir) / "logs"
-    # as by Ctrl-C: unwinds, and so ends what was started
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    service = Service(
-        environ,
-        log_folder=folder,
-        report=lambda line: console.print(line, style="dim", markup=False, highlight=False),
-        cancelled=threading.Event(),
-    )
-    with service:
-        end_watch = watch_in_background(service)
-        try:
-            yield service.url
-        finally:
-            end_watch()
 
 
 def _first_row(source: Path) -> tuple[str, str | None]:

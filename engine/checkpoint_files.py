@@ -8,6 +8,7 @@ JSON of another shape are refused by name whoever reads them. Knows nothing of w
     └── OutsideFolder       a path or a link leads out of the checkpoint
 """
 
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from typing import Any
 MAX_JSON_BYTES = 64 << 20  # the index of the largest public models has a few megabytes
 MAX_JSON_DEPTH = 64
 MAX_SHOWN = 100  # characters of a value in a message
+SAMPLES_PER_FILE, SAMPLE_BYTES = 16, 1 << 16
+FINGERPRINTED = (".safetensors", ".json", ".jinja", ".gguf")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -138,3 +141,22 @@ def shown(value: Any) -> str:
     """A value in a message, cut."""
     text = ascii(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of a checkpoint folder's or GGUF file's names, sizes and samples of their content.
+
+    Quick at any size; tells a model of other weights, settings or template from this one.
+    """
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    digest = hashlib.sha256()
+    for each in files:
+        if each.suffix not in FINGERPRINTED or each.name == "origin.json" or not each.is_file():
+            continue
+        size = each.stat().st_size
+        digest.update(f"\0{each.name}\0{size}\0".encode())
+        with each.open("rb") as file:
+            for i in range(SAMPLES_PER_FILE):
+                file.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -61,7 +61,8 @@ def _page(batch: BatchRecord, records: list[JobRecord], after: int, skips: bool)
             break
         assert record.row_number is not None
         last_row = record.row_number
-        data.append({"row": last_row, **line(record)})
+        told = {"row": last_row, "attempt": record.attempt, "timings": record.timings}
+        data.append(told | line(record))
     return {
         "object": "list",
         "data": data,

@@ -38,4 +38,5 @@ def _object(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "tokenmill",
         "max_model_len": model.max_model_len,
+        "fingerprint": model.fingerprint,
     }

@@ -10,6 +10,7 @@ from bulk.spec import digest, read_spec
 GOOD = """
 model: tiny
 input: {path: in.csv}
+output: {path: out}
 prompt: "Say {{ word }}."
 """
 
@@ -31,7 +32,7 @@ def body_of(folder, text, values, seed=0):
         (GOOD + "samples: 0\n", "`int` >= 1 - at `samples`"),
         (GOOD + "samples: 1001\n", "`int` <= 1000 - at `samples`"),
         (GOOD + "samples: two\n", "Expected `int`, got `str` - at `samples`"),
-        (GOOD + "samples: 1\nsamples: 2\n", "samples stands there twice, again in line 6"),
+        (GOOD + "samples: 1\nsamples: 2\n", "samples stands there twice, again in line 7"),
         (GOOD.replace("prompt", "# prompt"), "prompt is required"),
         (GOOD.replace("model: tiny", ""), "missing required field `model`"),
         (GOOD + "parameters: {seed: 3}\n", "parameters.seed is not a parameter here"),
@@ -105,7 +106,10 @@ def test_what_a_template_asks_for_may_be_missing_if_it_says_so(tmp_path):
 
 
 def test_a_request_s_body_goes_before_the_spec_s_parameters(tmp_path):
-    text = "model: tiny\ninput: {path: x, format: requests}\nparameters: {max_tokens: 5, top_k: 2}"
+    text = (
+        "model: tiny\noutput: {path: o}\ninput: {path: x, format: requests}\n"
+        "parameters: {max_tokens: 5, top_k: 2}"
+    )
     values = {"url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 9, "model": "gpt"}}
     assert body_of(tmp_path, text, values, 1) == {
         "model": "tiny", "prompt": "x", "max_tokens": 9, "top_k": 2, "seed": 1

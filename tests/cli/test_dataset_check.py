@@ -6,7 +6,13 @@ from click.testing import CliRunner
 
 from cli.main import tokenmill
 
-SPEC = "model: tiny\ninput: {path: in.csv}\nprompt: 'Say {{ word }}.'\nsamples: 2\n"
+SPEC = """
+model: tiny
+input: {path: in.csv}
+output: {path: out}
+prompt: Say {{ word }}.
+samples: 2
+"""
 
 
 def check(folder):

@@ -1,0 +1,43 @@
+"""The service of a command that needs one: that of its --url, or one that is run here meanwhile."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from cli.options import environment
+from cli.service import Service, watch_in_background
+from jobs.settings import Settings, variable
+
+UNLIMITED = {"max_batch_rows": 10_000_000, "max_file_bytes": 1 << 44}  # one's own machine
+
+
+@contextmanager
+def serving(
+    console: Console, url: str | None, model: str | None, data_dir: str | None
+) -> Iterator[str]:
+    """The address of the service. Raises StartError."""
+    if url:
+        yield url
+        return
+    environ = environment(data_dir=data_dir, models=model, host="127.0.0.1", port=0)
+    for name, value in UNLIMITED.items():
+        environ.setdefault(variable(name), str(value))
+    folder = Path(Settings.from_env(environ).data_dir) / "logs"
+    # as by Ctrl-C: unwinds, and so ends what was started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    service = Service(
+        environ,
+        log_folder=folder,
+        report=lambda line: console.print(line, style="dim", markup=False, highlight=False),
+        cancelled=threading.Event(),
+    )
+    with service:
+        end_watch = watch_in_background(service)
+        try:
+            yield service.url
+        finally:
+            end_watch()

@@ -1,0 +1,272 @@
+"""A dataset from its input to its files, with the service's part played by a stand-in."""
+
+import csv
+import json
+from contextlib import closing
+
+import pyarrow.parquet as pq
+import pytest
+
+from bulk import runner as running
+from bulk.errors import DatasetError, InputError, OutputError, SpecError
+from bulk.outputs import Outputs
+from bulk.runner import Runner
+from bulk.spec import read_spec
+from bulk.workplace import Workplace
+from tests.bulk.service import Died, StandIn
+
+SPEC = {
+    "model": "tiny", "input": {"path": "in.jsonl"}, "output": {"path": "out", "rows_per_shard": 4},
+    "prompt": "Say {{ i }}.", "samples": 2, "parameters": {"max_tokens": 9},
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path):
+    def place(num_rows=10, rows=None, **changes):
+        rows = [{"i": i} for i in range(num_rows)] if rows is None else rows
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "spec.yaml").write_text(json.dumps(SPEC | changes))
+        return tmp_path
+
+    return place
+
+
+def make(folder, service, *, told=lambda progress: None, before=lambda state: None):
+    """One run of the command. Its manifest."""
+    workplace = Workplace(read_spec(folder / "spec.yaml"), folder)
+    with workplace.held(), closing(workplace.state(new=True)) as state:
+        outputs = Outputs(workplace.spec, state, workplace.folder)
+        runner = Runner(
+            workplace.spec, folder, state, workplace.hidden, told=told,
+            settled=outputs.write_settled, pause_s=0.0,
+        )  # fmt: skip
+        runner.read(workplace.begin(state))
+        before(state)
+        state.note(wanted=state.fact("wanted") or "run", model=service.model("tiny"))
+        runner.run(service)
+        return workplace.finish(state)
+
+
+def lines(folder, pattern="data-*.jsonl"):
+    return [
+        json.loads(line)
+        for path in sorted((folder / "out").glob(pattern))
+        for line in path.read_bytes().split(b"\n")
+        if line
+    ]
+
+
+def test_each_sample_has_its_line_in_order(place):
+    folder = place()
+    manifest = make(folder, StandIn())
+    rows = lines(folder)
+    assert [(row["i"], row["generation"]["sample"]) for row in rows] == [
+        (i, sample) for i in range(10) for sample in (0, 1)
+    ]
+    for row in rows:
+        assert row["output"] == f"Say {row['i']}. {row['generation']['seed'] % 1000}"
+        assert row["generation"]["model_fingerprint"] == "f" * 64
+    assert [shard["rows"] for shard in manifest["shards"]] == [8, 8, 4]
+    assert manifest["complete"]
+
+
+def test_whatever_died_it_goes_on_and_asks_for_nothing_twice(place, monkeypatch):
+    monkeypatch.setattr(running, "BATCH_TRIES", 9)
+    monkeypatch.setattr(running, "LEAST_TRIES", 3)
+    folder = place(num_rows=12)
+    service = StandIn(rows_at_once=2)
+    num_deaths = 0
+    while True:
+        service.dies_in = 1 + num_deaths % 4
+        try:
+            make(folder, service)
+            break
+        except Died:
+            num_deaths += 1
+    assert num_deaths > 8
+    assert service.num_answered == 24
+    assert [row["i"] for row in lines(folder)] == [i for i in range(12) for _ in (0, 1)]
+
+
+def test_a_service_that_has_forgotten_the_batch_is_asked_again(place):
+    folder = place()
+    service = StandIn(rows_at_once=3)
+
+    def forget(progress):
+        if progress.delivered == 3:
+            service.batches.clear()
+            service.by_key.clear()
+
+    make(folder, service, told=forget)
+    assert [row["i"] for row in lines(folder)] == [i for i in range(10) for _ in (0, 1)]
+    assert service.num_answered < 26
+
+
+def test_shards_are_there_before_the_end_each_whole(place):
+    folder = place()
+    seen = []
+    make(folder, StandIn(rows_at_once=1), told=lambda progress: seen.append(len(lines(folder))))
+    assert {0, 8, 16, 20} == set(seen)
+
+
+def odd(body):
+    """Every third row is refused at first; row 6 always, row 7 fails."""
+    said = body["messages"][-1]["content"]
+    number = int("".join(filter(str.isdigit, body["messages"][0]["content"])))
+    if number == 7:
+        return 500
+    if number == 8:
+        return 400
+    again = len(body["messages"]) > 1
+    return "bad" if number % 3 == 0 and (number == 6 or not again) else f"good {said}"
+
+
+def test_a_refused_output_is_asked_again_with_its_error(place):
+    folder = place(
+        samples=1, validate=[{"regex": "good.*"}], repair={"rounds": 2, "how": "show_error"}
+    )
+    service = StandIn(odd)
+    manifest = make(folder, service)
+    rows = {row["i"]: row for row in lines(folder)}
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5, 9]
+    assert {i for i in rows if rows[i]["generation"]["round"] == 1} == {0, 3, 9}
+    assert rows[3]["output"] == (
+        "good That answer was refused: it does not match good.*. Answer again, with the answer "
+        "alone."
+    )
+    rejects = {row["i"]: row for row in lines(folder, "rejects.jsonl")}
+    assert {i: row["kind"] for i, row in rejects.items()} == {
+        6: "regex", 7: "engine_crash", 8: "invalid_request"
+    }  # fmt: skip
+    assert (rejects[6]["output"], rejects[6]["generation"]["round"]) == ("bad", 2)
+    assert manifest["tries_by_round"] == {"0": 10, "1": 4, "2": 1}
+    asked = service.batches["batch_1"]["lines"][0]["body"]["messages"]
+    assert [message["role"] for message in asked] == ["user", "assistant", "user"]
+    assert asked[1]["content"] == "bad"
+
+
+def test_only_what_failed_is_retried_and_not_what_would_be_refused_again(place):
+    folder = place(samples=1, validate=[{"regex": "good.*"}])
+    make(folder, StandIn(odd))
+    service = StandIn(lambda body: "good now")
+
+    def retry(state):
+        assert state.retry(rounds=0, not_kinds=["invalid_request"]) == 5
+
+    manifest = make(folder, service, before=retry)
+    assert service.num_answered == 5
+    assert manifest["samples"]["delivered"] == 9
+    assert [row["i"] for row in lines(folder)] == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_paused_nothing_is_begun_and_cancelled_what_is_done_stays(place, monkeypatch):
+    monkeypatch.setattr(running, "BATCH_TRIES", 8)
+    folder = place()
+    service = StandIn(rows_at_once=1)
+    workplace = Workplace(read_spec(folder / "spec.yaml"), folder)
+    wanted = {2: "pause", 5: "run", 6: "cancel"}
+
+    def steer(progress):
+        if word := wanted.pop(progress.delivered, None):
+            with closing(workplace.state()) as state:
+                state.note(wanted=word)
+
+    manifest = make(folder, service, told=steer)
+    verbs = [verb for _, verb in service.steered]
+    assert verbs[0] == "pause"
+    assert verbs[-1] == "cancel"
+    assert not manifest["complete"]
+    assert manifest["not_delivered"].keys() == {"batch_cancelled"}
+    samples = manifest["samples"]
+    assert samples["delivered"] == len(lines(folder)) >= 6
+    assert samples["delivered"] + samples["failed"] + samples["planned"] == 20
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_each_format_keeps_the_input_s_columns(place, form):
+    rows = [{"i": 1, "tags": ["a"], "mixed": 1}, {"i": 2.5, "mixed": {"x": []}}, {"i": None}]
+    folder = place(rows=rows, samples=1, output={"path": "out", "format": form})
+    make(folder, StandIn())
+    path = folder / "out" / f"data-00000-of-00001.{form}"
+    if form == "parquet":
+        found = pq.read_table(path).to_pylist()
+        assert [row["tags"] for row in found] == [["a"], None, None]
+        assert [row["i"] for row in found] == [1.0, 2.5, None]
+        assert [row["mixed"] for row in found] == ["1", '{"x": []}', None]
+        assert found[1]["generation"]["parameters"] == '{"max_tokens": 9}'
+    else:
+        with path.open(newline="") as file:
+            found = list(csv.DictReader(file))
+        assert [row["tags"] for row in found] == ['["a"]', "", ""]
+        assert [row["i"] for row in found] == ["1", "2.5", ""]
+        assert found[0]["generation.flags"] == "[]"
+    assert [row["output"][:6] for row in found] == ["Say 1.", "Say 2.", "Say No"]
+
+
+def test_another_spec_or_input_is_refused_and_so_is_a_second_run(place):
+    folder = place()
+    make(folder, StandIn())
+    (folder / "in.jsonl").write_text('{"i": 1}\n')
+    with pytest.raises(OutputError, match="the input has changed"):
+        make(folder, StandIn())
+    place(seed=3)
+    with pytest.raises(OutputError, match="another spec"):
+        make(folder, StandIn())
+    workplace = Workplace(read_spec(folder / "spec.yaml"), folder)
+    with workplace.held(), pytest.raises(OutputError, match="another run"):
+        make(folder, StandIn())
+
+
+def test_duplicate_rows_are_rows_and_a_custom_id_twice_is_refused(place):
+    folder = place(rows=[{"i": 1}] * 3, samples=1)
+    make(folder, StandIn())
+    assert len({row["output"] for row in lines(folder)}) == 3
+    body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
+    request = {"custom_id": "a", "url": "/v1/chat/completions", "body": body}
+    changes = {"input": {"path": "in.jsonl", "format": "requests"}, "prompt": None}
+    folder = place(rows=[request, request], output={"path": "two"}, **changes)
+    with pytest.raises(InputError, match=r"line 2: custom_id 'a' is that of in\.jsonl line 1"):
+        make(folder, StandIn())
+    other = request | {"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "x"}}
+    folder = place(rows=[request, other], output={"path": "three"}, **changes)
+    with pytest.raises(InputError, match="line 2: url must be that of the rows before"):
+        make(folder, StandIn())
+    folder = place(rows=[request, request | {"custom_id": "b"}], samples=1, **changes)
+    with pytest.raises(OutputError):
+        make(folder, StandIn())
+    folder = place(
+        rows=[request, request | {"custom_id": "b"}], samples=1, output={"path": "four"}, **changes
+    )
+    make(folder, StandIn())
+    found = (folder / "four" / "data-00000-of-00001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["custom_id"] for line in found] == ["a", "b"]
+
+
+def test_a_column_that_the_output_needs_is_refused(place):
+    with pytest.raises(SpecError, match=r"output\.column: 'output' is a column of the input"):
+        make(place(rows=[{"i": 1, "output": 2}]), StandIn())
+
+
+def test_what_the_service_refuses_is_told_by_the_input_s_line(place):
+    folder = place()
+    service = StandIn()
+
+    def refuse(batch_id):
+        errors = {"data": [{"line": 3, "message": "no model", "code": "model_not_found"}]}
+        return {"status": "failed", "errors": errors}
+
+    service.batch = refuse
+    with pytest.raises(DatasetError, match=r"in\.jsonl line 2: no model \(model_not_found\)"):
+        make(folder, service)
+    make(folder, StandIn())
+    assert len(lines(folder)) == 20
+
+
+def test_a_file_of_requests_ends_at_its_bound(place, monkeypatch):
+    monkeypatch.setattr(running, "BATCH_BYTES", 500)
+    folder = place()
+    service = StandIn()
+    make(folder, service)
+    assert len(service.batches) > 3
+    assert service.num_answered == 20
