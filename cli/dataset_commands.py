@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from bulk import repair
+from bulk import hub, repair
 from bulk.errors import DatasetError
 from bulk.inputs import find_source
 from bulk.outputs import Outputs
@@ -188,6 +188,20 @@ def regenerate(
     click.echo(text)
     if text != result.output:
         raise click.ClickException("not the text of the dataset")
+
+
+@dataset.command()
+@SPEC
+@click.option("--repo", required=True, help="OWNER/NAME of a dataset repository; made if missing.")
+@click.option("--private", is_flag=True, help="If it is made.")
+@click.option("--partial", is_flag=True, help="Of a dataset that is not complete.")
+def push(spec_path: Path, repo: str, private: bool, partial: bool) -> None:
+    """Push shards, manifest and a card to the Hugging Face hub (HF_TOKEN, HF_ENDPOINT)."""
+    with _said():
+        workplace = Workplace(read_spec(spec_path), spec_path.parent)
+        with workplace.held():
+            where = hub.push(workplace.folder, repo, private=private, partial=partial)
+    click.echo(where)
 
 
 def _run(
