@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint up bench chaos chaos-report soak simulate fuzz clean
+.PHONY: help setup demo test lint conformance up bench chaos chaos-report soak simulate fuzz clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -29,6 +29,9 @@ lint: setup  ## check style, types and imports
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+conformance: setup  ## what the unmodified OpenAI client finds at `tokenmill up`, on both databases
+	$(BIN)/python -m pytest -m "long or not long" tests/conformance
 
 up: setup  ## run the service on http://127.0.0.1:8000 until Ctrl-C
 	$(BIN)/tokenmill up

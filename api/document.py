@@ -202,7 +202,8 @@ def _parameters(path: str, operation: Operation) -> Iterator[dict[str, Any]]:
     for name in _names(path):
         yield {"in": "path", "name": name, "required": True, "schema": {"type": "string"}}
     for name, reader in operation.query.items():
-        yield {"in": "query", "name": name, "schema": dict(reader.schema)}
+        style = {"style": "deepObject", "explode": True} if reader.deep else {}
+        yield {"in": "query", "name": name, "schema": dict(reader.schema), **style}
     if operation.keyed:
         # what HTTP clients can send as a header at all, and no more of it than is read
         schema = {"type": "string", "pattern": f"^[!-~]{{1,{MAX_KEY_CHARACTERS}}}$"}

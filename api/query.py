@@ -15,6 +15,8 @@ from starlette.requests import Request
 from api.errors import BadRequest
 
 MAX_TEXT = 256  # characters
+# of metadata: keys, and characters of a key and of a value
+MAX_INNER, MAX_INNER_NAME, MAX_LABEL = 16, 64, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Reader:
 
     read: Callable[[str], Any]
     schema: Mapping[str, Any]  # JSON Schema of what it takes
+    deep: bool = False  # an object: its values are given one by one
 
     def __call__(self, value: str) -> Any:
         return self.read(value)
@@ -35,21 +38,37 @@ _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 def read_query(request: Request, readers: Mapping[str, Reader]) -> dict[str, Any]:
     """The values of the parameters that were given. Raises BadRequest naming the first bad one."""
     values: dict[str, Any] = {}
-    for name, text in request.query_params.multi_items():
+    for given, text in request.query_params.multi_items():
+        name, inner = _parted(given, readers)
         if name not in readers:
             known = f"; there are: {', '.join(readers)}" if readers else ""
             raise BadRequest(
-                f"{_brief(name)} is not a parameter of this path{known}",
-                param=name[:100],
+                f"{_brief(given)} is not a parameter of this path{known}",
+                param=given[:100],
                 code="unknown_parameter",
             )
-        if name in values:
-            raise BadRequest(f"{name} must be given once", param=name)
+        into = values if inner is None else values.setdefault(name, {})
+        key = name if inner is None else inner
+        if key in into:
+            raise BadRequest(f"{given} must be given once", param=given)
         try:
-            values[name] = readers[name](text)
+            into[key] = readers[name](text)
+            if len(into) > MAX_INNER and inner is not None:
+                raise BadRequest(f"{name} must have at most {MAX_INNER} keys", param=name)
         except ValueError as error:
-            raise BadRequest(f"{name} {error}, got {_brief(text)}", param=name) from None
+            raise BadRequest(
+                f"{given[:100]} {error}, got {_brief(text)}", param=given[:100]
+            ) from None
     return values
+
+
+def _parted(given: str, readers: Mapping[str, Reader]) -> tuple[str, str | None]:
+    """A parameter's name, and of one that is an object ("metadata[k]=v") which key is given."""
+    name, bracket, rest = given.partition("[")
+    deep = name in readers and readers[name].deep
+    if deep and bracket and rest.endswith("]") and 2 <= len(rest) <= MAX_INNER_NAME + 1:
+        return name, rest[:-1]
+    return ("", None) if deep else (given, None)
 
 
 def read_header(request: Request, name: str) -> str | None:
@@ -74,6 +93,22 @@ def _boolean(value: str) -> bool:
     return value == "true"
 
 
+def _label(value: str) -> str:
+    if len(value) > MAX_LABEL or "\x00" in value:
+        raise ValueError(f"must have at most {MAX_LABEL} characters, none of them NUL")
+    return value
+
+
+labels = Reader(
+    _label,
+    {
+        "type": "object",
+        "maxProperties": MAX_INNER,
+        "propertyNames": {"minLength": 1, "maxLength": MAX_INNER_NAME},
+        "additionalProperties": {"type": "string", "maxLength": MAX_LABEL},
+    },
+    deep=True,
+)
 text = Reader(_text, {"type": "string", "minLength": 1, "maxLength": MAX_TEXT})
 any_text = text  # for what is read by nobody
 boolean = Reader(_boolean, {"type": "boolean"})

@@ -80,6 +80,7 @@ class Job(Base):
     retry_on: Mapped[str] = mapped_column(server_default="engine_crash worker_lost")  # ErrorCodes
     not_before: Mapped[float | None]  # queued, it waits until then; null: for its turn alone
     trace_parent: Mapped[str | None] = mapped_column(String(64))  # of the call; see jobs.tracing
+    stored: Mapped[int | None]  # 1: its body says `store`, so a chat is listed; else null
 
 
 class Attempt(Base):
@@ -348,6 +349,12 @@ Index(
     "jobs_row", jobs.c.batch_id, jobs.c.row_number, unique=True,
     sqlite_where=_unique_row, postgresql_where=_unique_row,
 )  # fmt: skip
+# rows of batches that started lately, which quotas of a minute count
+_partial(
+    "jobs_rows_started", jobs.c.tenant_id, jobs.c.started_at,
+    where="row_number IS NOT NULL AND started_at IS NOT NULL",
+)  # fmt: skip
+_partial("jobs_stored", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id, where="stored IS NOT NULL")
 # how a batch's rows are: counted, and looked for
 _partial(
     "jobs_rows_in", jobs.c.batch_id, jobs.c.state, jobs.c.row_number, where="row_number IS NOT NULL"

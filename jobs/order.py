@@ -43,7 +43,8 @@ def best(
     oldest.
     """
     resting = quotas.at_running_limit(connection)
-    waiting = _Waiting(model, batches.paused(connection), now, background)
+    full = quotas.at_row_limit(connection, now=now)
+    waiting = _Waiting(model, batches.paused(connection), full, now, background)
     tenants = [tenant for tenant in _tenants(connection) if tenant not in resting]
     heads = {
         tenant: found
@@ -114,6 +115,7 @@ class _Waiting:
 
     model: str
     paused: Sequence[str]  # batches
+    full: Sequence[str]  # tenants of whose batches no row may start now
     now: float
     background: bool | None
 
@@ -123,6 +125,9 @@ class _Waiting:
         )
         if self.paused:
             query = query.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(self.paused)))
+        if self.full:
+            others = jobs.c.tenant_id.not_in(self.full)
+            query = query.where(or_(jobs.c.row_number.is_(None), others))
         if self.background is not None:
             query = query.where(BACKGROUND if self.background else FOREGROUND)
         return query

@@ -10,7 +10,7 @@ QuotaExceeded
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, literal, select, update
+from sqlalchemy import Connection, case, func, literal, or_, select, update
 
 from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs, tenants
 from jobs.records import NewJob
@@ -113,21 +113,47 @@ def check_queued(connection: Connection, tenant: str, num_rows: int, num_promise
         )
 
 
-def held_back(connection: Connection, ids: Collection[str]) -> set[str]:
-    """Of queued jobs about to be claimed, those that would be more than their tenants may run."""
-    limits = _running_limits(connection)
+def held_back(connection: Connection, ids: Collection[str], *, now: float) -> set[str]:
+    """Of queued jobs about to be claimed, those that would be more than their tenants may run, and
+    rows of batches beyond what their tenants' minute has room for."""
+    limits = _limits(connection)
     if not limits or not ids:
         return set()
     back: set[str] = set()
-    queued = select(jobs.c.id, jobs.c.tenant_id).where(jobs.c.id.in_(ids), QUEUED)
-    wanted: dict[str, list[str]] = {}
-    for job_id, tenant in connection.execute(queued.order_by(*QUEUE_ORDER)):
+    wanted: dict[str, list[_Wanted]] = {}
+    columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.row_number, jobs.c.prompt_tokens)
+    queued = select(*columns, jobs.c.max_tokens).where(jobs.c.id.in_(ids), QUEUED)
+    for job_id, tenant, row, *tokens in connection.execute(queued.order_by(*QUEUE_ORDER)):
         if tenant in limits:
-            wanted.setdefault(tenant, []).append(job_id)
+            wanted.setdefault(tenant, []).append(_Wanted(job_id, row is not None, sum(tokens)))
     for tenant in sorted(wanted):  # in one order everywhere: two workers cannot wait crosswise
         connection.execute(select(tenants.c.id).where(tenants.c.id == tenant).with_for_update())
-        room = max(0, limits[tenant] - _num_running(connection, tenant))
-        back |= set(wanted[tenant][room:])
+        back |= _beyond(connection, tenant, limits[tenant], wanted[tenant], now)
+    return back
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    job_id: str
+    is_row: bool  # of a batch
+    tokens: int
+
+
+def _beyond(
+    connection: Connection, tenant: str, limits: Quotas, wanted: Sequence[_Wanted], now: float
+) -> set[str]:
+    room: float = NEVER
+    if limits.max_running_jobs is not None:
+        room = limits.max_running_jobs - _num_running(connection, tenant)
+    minute = _row_minute(connection, tenant, limits, now)
+    back = set()
+    for each in wanted:
+        if room <= 0 or (each.is_row and minute.is_full(limits)):
+            back.add(each.job_id)
+            continue
+        room -= 1
+        if each.is_row:
+            minute = _RowMinute(minute.rows + 1, minute.tokens + each.tokens)
     return back
 
 
@@ -135,16 +161,57 @@ def at_running_limit(connection: Connection) -> list[str]:
     """Tenants that may not run another job just now: theirs wait in SQL, not on the runway."""
     return [
         tenant
-        for tenant, limit in _running_limits(connection).items()
-        if _num_running(connection, tenant) >= limit
+        for tenant, limits in _limits(connection).items()
+        if limits.max_running_jobs is not None
+        and _num_running(connection, tenant) >= limits.max_running_jobs
     ]
 
 
-def _running_limits(connection: Connection) -> dict[str, int]:
-    query = select(tenants.c.id, tenants.c.max_running_jobs).where(
-        tenants.c.max_running_jobs.is_not(None)
+def at_row_limit(connection: Connection, *, now: float) -> list[str]:
+    """Tenants whose batches may not start another row just now: their rows wait likewise."""
+    return [
+        tenant
+        for tenant, limits in _limits(connection).items()
+        if _row_minute(connection, tenant, limits, now).is_full(limits)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _RowMinute:
+    """Rows of a tenant's batches that started in the last minute, and their tokens: of those that
+    have ended what they took, of others what they may."""
+
+    rows: int = 0
+    tokens: int = 0
+
+    def is_full(self, limits: Quotas) -> bool:
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        return (requests is not None and self.rows >= requests) or (
+            tokens is not None and self.tokens >= tokens
+        )
+
+
+def _row_minute(connection: Connection, tenant: str, limits: Quotas, now: float) -> _RowMinute:
+    if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+        return _RowMinute()
+    output = case((jobs.c.finished_at.is_(None), jobs.c.max_tokens), else_=jobs.c.completion_tokens)
+    row = connection.execute(
+        select(func.count(), func.coalesce(func.sum(jobs.c.prompt_tokens + output), 0)).where(
+            jobs.c.tenant_id == tenant,
+            jobs.c.row_number.is_not(None),
+            jobs.c.started_at > now - MINUTE_S,
+        )
+    ).one()
+    return _RowMinute(row[0], int(row[1]))
+
+
+def _limits(connection: Connection) -> dict[str, Quotas]:
+    """Of tenants whose jobs may have to wait for their start."""
+    named = ("max_running_jobs", "requests_per_minute", "tokens_per_minute")
+    query = select(tenants.c.id, *QUOTA_COLUMNS).where(
+        or_(*(tenants.c[name].is_not(None) for name in named))
     )
-    return {row.id: row.max_running_jobs for row in connection.execute(query)}
+    return {row.id: Quotas.of(row) for row in connection.execute(query)}
 
 
 def _quotas(connection: Connection, tenant: str) -> Quotas:

@@ -185,7 +185,11 @@ class JobRecord:
         values = {name: getattr(self, name) for name in RECORD_COLUMNS}
         for name in _JSON:
             values[name] = None if values[name] is None else encode(values[name])
-        return {**values, "state": str(self.state), "retry_on": " ".join(self.retry_on)}
+        stored = 1 if self.body is not None and self.body.get("store") is True else None
+        return {
+            **values,
+            "state": str(self.state), "retry_on": " ".join(self.retry_on), "stored": stored,
+        }  # fmt: skip
 
     @property
     def ended(self) -> bool:

@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,7 +27,7 @@ import redis
 from celery import Celery
 from kombu.transport.redis import Channel
 
-from jobs import sweep
+from jobs import store, sweep
 from jobs.celery_app import (
     BACKGROUND_STEP,
     CHUNK_ROWS,
@@ -107,7 +107,7 @@ class Runway:
             for lane, length in self.lengths().items():
                 if room := max(0, self.bound(lane) - length):
                     messages = self._take(database, lane, room, length)
-                    self._publish(lane, messages)
+                    self._publish(lane, messages, self._trace_parents(database, messages))
                     num_published[lane] = sum(map(len, messages))
                     self._num_taken[lane] += num_published[lane]
         return num_published
@@ -160,7 +160,17 @@ class Runway:
             )
         return [ids[start : start + each] for start in range(0, len(ids), each)]
 
-    def _publish(self, lane: Lane, messages: Sequence[list[str]]) -> None:
+    def _trace_parents(self, database: Database, messages: Sequence[list[str]]) -> dict[str, str]:
+        """Of those whose calls are traced: for who looks at messages. A worker asks the row."""
+        ids = [message[0] for message in messages if len(message) == 1]
+        if not self._settings.otlp_endpoint or not ids:
+            return {}
+        with database.read() as connection:
+            return store.trace_parents(connection, ids)
+
+    def _publish(
+        self, lane: Lane, messages: Sequence[list[str]], trace_parents: Mapping[str, str]
+    ) -> None:
         if not messages:
             return
         with self._redis_errors():
@@ -169,12 +179,14 @@ class Runway:
             with self._app.amqp.Producer(self._connection, auto_declare=False) as producer:
                 for ids in messages:
                     alone = len(ids) == 1
+                    parent = trace_parents.get(ids[0]) if alone else None
                     self._app.send_task(
                         RUN_TASK if alone else CHUNK_TASK,
                         args=ids if alone else [ids],
                         task_id=ids[0] if alone else f"chunk_{secrets.token_hex(8)}",
                         argsrepr="",  # the ids are there already
                         queue=queue_for(lane.model),
+                        headers=None if parent is None else {"traceparent": parent},
                         priority=BACKGROUND_STEP if lane.background else 0,
                         producer=producer,
                         retry=False,

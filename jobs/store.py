@@ -57,7 +57,7 @@ __all__ = [
     "IdempotencyConflict", "JobRecord", "NewJob", "StoreError", "Submitted", "UnknownCursor",
     "WorkerInfo", "WorkerRecord", "WrongSchema", "cancel", "counts", "delete", "ended", "get",
     "insert_new", "list_jobs", "live_workers", "need_schema", "new_job_id",
-    "streamed", "submit", "take_key", "unknown",
+    "streamed", "submit", "take_key", "trace_parents", "unknown",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,19 @@ def unknown(connection: Connection, ids: Sequence[str]) -> set[str]:
         for job_id in connection.scalars(select(jobs.c.id).where(jobs.c.id.in_(chunk)))
     }
     return set(ids) - found
+
+
+def trace_parents(connection: Connection, ids: Sequence[str]) -> dict[str, str]:
+    """Of those that have one, whoever's they are."""
+    return {
+        row.id: row.trace_parent
+        for chunk in _chunks(ids)
+        for row in connection.execute(
+            select(jobs.c.id, jobs.c.trace_parent).where(
+                jobs.c.id.in_(chunk), jobs.c.trace_parent.is_not(None)
+            )
+        )
+    }
 
 
 def list_jobs(

@@ -1,7 +1,6 @@
 """Chat completions that are stored, because their bodies asked for it: they are found again.
 
-Each is a job that has succeeded; nothing is kept beside its row. To list them is to look through
-a tenant's ended chats, for no index knows which were to be stored.
+Each is a job that has succeeded; nothing is kept beside its row.
 """
 
 from collections.abc import Mapping
@@ -31,19 +30,24 @@ def list_stored(
     *,
     tenant: str,
     model: str | None = None,
+    metadata: Mapping[str, str] | None = None,
     limit: int,
     after: str | None = None,
     ascending: bool,
 ) -> list[JobRecord]:
-    """By the time they were made, from behind the job `after`. Raises UnknownCursor."""
+    """By the time they were made, from behind the job `after`; with all of these labels.
+
+    Raises UnknownCursor.
+    """
     at = tuple_(jobs.c.created_at, jobs.c.id)
     in_order = (jobs.c.created_at, jobs.c.id) if ascending else (
         jobs.c.created_at.desc(), jobs.c.id.desc(),
     )  # fmt: skip
-    # no text inside a JSON string looks so: its quotes are escaped
-    query = select(*_RECORD).where(
-        jobs.c.tenant_id == tenant, *_CHATS, jobs.c.body.contains('"store":true', autoescape=True)
-    )
+    query = select(*_RECORD).where(jobs.c.tenant_id == tenant, *_CHATS, jobs.c.stored.is_not(None))
+    for label in (metadata or {}).items():
+        # no text inside a JSON string looks so: its quotes are escaped
+        written = encode(dict([label]))[1:-1]
+        query = query.where(jobs.c.metadata.contains(written, autoescape=True))
     if model is not None:
         query = query.where(jobs.c.model == model)
     if after is not None:
@@ -53,7 +57,7 @@ def list_stored(
             raise UnknownCursor(after)
         query = query.where(at > tuple_(*last) if ascending else at < tuple_(*last))
     rows = connection.execute(query.order_by(*in_order).limit(limit))
-    return [record for record in map(JobRecord.of, rows) if is_stored(record)]
+    return [JobRecord.of(row) for row in rows]
 
 
 def set_metadata(

@@ -1,8 +1,9 @@
 """OpenTelemetry traces: from the call that brought a job to the steps of the engine that ran it.
 
-The caller's context comes as the header `traceparent` (W3C Trace Context), goes into the job's row,
-and is the parent of what the worker tells of the job when it has ended: its wait, its prefill, its
-decode. Ids, counts and times only: no prompt and no output is in a span.
+The caller's context comes as the header `traceparent` (W3C Trace Context) of a call or of a Celery
+message. It goes into the job's row and into the message of its id, and is the parent of what the
+worker tells of the job when it has ended: its wait, its prefill, its decode. Ids, counts and times
+only: no prompt and no output is in a span.
 
 Off unless OTEL_EXPORTER_OTLP_ENDPOINT says where spans go: then nothing is imported, and there is
 no `Tracing`. Spans leave in batches, on a thread of their own; a collector that is away loses them,
@@ -84,6 +85,11 @@ def traceparent(span: Any) -> str:
     """As a header or a row carries it."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def well_formed(parent: object) -> str | None:
+    """A traceparent as it came from elsewhere; None where it is not one."""
+    return parent if isinstance(parent, str) and _PARENT.fullmatch(parent) else None
 
 
 def _context(parent: str | None) -> Any:

@@ -63,6 +63,7 @@ ALL_TENANTS = {
     "jobs.quotas.held_back": "a worker's: ids come from the runway",
     "jobs.store.counts": "metrics",
     "jobs.store.ended": "which jobs have ended, of ids whose waiters have been let in",
+    "jobs.store.trace_parents": "the sweeper's: ids go onto the runway",
     "jobs.store.unknown": "a worker's: ids come from the runway",
     "jobs.sweep._publish": "the sweeper's",
     "jobs.sweep.expire": "the sweeper's",

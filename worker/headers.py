@@ -15,6 +15,7 @@ from celery.utils.time import maybe_iso8601
 
 from jobs.celery_app import CHUNK_TASK, GENERATE_TASK, RUN_TASK
 from jobs.lifecycle import ErrorCode
+from jobs.tracing import well_formed
 from worker.generation import Refusal
 
 FAULT = "tokenmill_fault"  # a header of our own: what was wrong with the others
@@ -69,6 +70,12 @@ def refusal_of(request: Mapping[str, Any], embed: object) -> Refusal | None:
         f"{', '.join(asked)}: no task is called when a job ends; ask for its row",
         param=asked[0],
     )
+
+
+def trace_parent_in(request: Mapping[str, Any]) -> str | None:
+    """The trace that a message belongs to, as its sender's instrumentation says; an odd one is
+    none, and no fault of the job's."""
+    return well_formed(request.get("traceparent"))
 
 
 def _fault(name: str, kind: type, value: object) -> str | None:

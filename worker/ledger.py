@@ -297,7 +297,7 @@ class Ledger:
         claimed: list[ClaimedJob] = []
         ids = [entry.job_id for entry in entries]
         if claims.lease_stands(connection, self._worker_id, now=now):
-            back = quotas.held_back(connection, ids)
+            back = quotas.held_back(connection, ids, now=now)
             claims.put_back(connection, sorted(back))
             mine = [job_id for job_id in ids if job_id not in back]
             claimed = claims.claim(connection, mine, worker_id=self._worker_id, now=now)

@@ -34,7 +34,7 @@ from jobs.settings import ModelEntry, Settings
 from worker.chunk import Chunk
 from worker.delivery import CeleryCallbacks, Delivery, Ending
 from worker.generation import Refusal
-from worker.headers import refusal_of
+from worker.headers import refusal_of, trace_parent_in
 from worker.parts import Parts, StartError
 from worker.progress import Progress
 from worker.sent_job import SentJob, read_sent_job
@@ -183,15 +183,22 @@ class EnginePool(BasePool):
         if task_name == RUN_TASK:
             self._parts.dispatcher.receive_id(delivery)
         else:
-            sent = self._sent(delivery.job_id, request["kwargs"], refusal)
+            sent = self._sent(delivery.job_id, request["kwargs"], refusal, trace_parent_in(request))
             self._parts.dispatcher.receive_job(delivery, sent)
         return delivery
 
-    def _sent(self, job_id: str, kwargs: object, refusal: Refusal | None = None) -> SentJob:
+    def _sent(
+        self,
+        job_id: str,
+        kwargs: object,
+        refusal: Refusal | None = None,
+        trace_parent: str | None = None,
+    ) -> SentJob:
         return read_sent_job(
             job_id,
             kwargs,
             refusal=refusal,
+            trace_parent=trace_parent,
             max_attempts=self.settings.max_attempts,
             max_bytes=self.settings.max_job_bytes,
             served=frozenset(model.name for model in self.settings.models),

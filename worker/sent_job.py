@@ -50,6 +50,7 @@ def read_sent_job(
     max_bytes: int,
     served: Collection[str],  # the deployment's models
     refusal: Refusal | None = None,  # for what stands around the job in its message
+    trace_parent: str | None = None,  # likewise
 ) -> SentJob:
     """Never raises: what is wrong is in the refusal."""
     try:
@@ -69,6 +70,7 @@ def read_sent_job(
             retry_on=RETRIED if sent.retry_on is None else sent.retry_on,
             deadline_s=sent.deadline_s,
             metadata=sent.metadata or {},
+            trace_parent=trace_parent,
         )
     except ValueError as error:  # msgspec's, strict_json's and NewJob's own are ValueErrors
         refusal = refusal or Refusal(ErrorCode.INVALID_REQUEST, str(error), param=_param(error))

@@ -12,7 +12,7 @@ from api.envelope import Metadata
 from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
 from api.present import list_object
-from api.query import integer, one_of, read_query, text
+from api.query import integer, labels, one_of, read_query, text
 from api.services import Services, ServicesDep, TenantDep
 from jobs import openai, store, stored
 from jobs.records import JobRecord
@@ -24,7 +24,7 @@ PAGE_QUERY = {
     "order": one_of(("asc", "desc")),
     "after": text,  # the id of the last of the page before
 }
-LIST_QUERY = {"model": text, **PAGE_QUERY}
+LIST_QUERY = {"model": text, "metadata": labels, **PAGE_QUERY}
 
 router = APIRouter()
 

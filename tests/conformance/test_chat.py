@@ -283,6 +283,13 @@ def test_stored_chats_are_listed_page_by_page(client, kept):
     assert [each.id for each in behind] == ids[1:]
 
 
+def test_stored_chats_are_listed_by_their_labels(client, kept):
+    listed = client.chat.completions.list(metadata={"k": "a"})
+    assert kept[0].id in [each.id for each in listed]
+    assert {each.metadata["k"] for each in listed} == {"a"}
+    assert list(client.chat.completions.list(metadata={"k": "a", "l": "b"})) == []
+
+
 def test_what_a_stored_chat_was_asked_is_listed(client, kept):
     [message] = client.chat.completions.messages.list(kept[1].id)
     assert (message.role, message.content) == ("user", "two")

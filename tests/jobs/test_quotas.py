@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jobs import claims, quotas, store, sweep, tenants
+from jobs import batches, claims, quotas, store, sweep, tenants
 from jobs.quotas import MINUTE_S, NEVER, QuotaExceeded
 from jobs.tenants import Quotas
 from tests.jobs.conftest import MODEL, NOW, new_job
@@ -118,7 +118,7 @@ def test_no_more_run_than_may_and_the_rest_waits_off_the_runway(acme):
     theirs = bench.submit(new_job())[0]
     ids = bench.call(sweep.publishable, MODEL, limit=10, now=NOW)
     bench.register()
-    back = bench.call(quotas.held_back, ids)
+    back = bench.call(quotas.held_back, ids, now=NOW)
     assert back == {job.id for job in ours[2:]}
     bench.call(claims.put_back, sorted(back))
     claimed = bench.claim(*(job_id for job_id in ids if job_id not in back))
@@ -127,6 +127,50 @@ def test_no_more_run_than_may_and_the_rest_waits_off_the_runway(acme):
     [first] = [job for job in claimed if job.id == ours[0].id]
     bench.finish([success(first)], now=NOW + 1)
     assert ours[2].id in bench.call(sweep.publishable, MODEL, limit=10, now=NOW + 1)
-    assert bench.call(quotas.held_back, [job.id for job in ours[2:]]) == {
+    assert bench.call(quotas.held_back, [job.id for job in ours[2:]], now=NOW) == {
         job.id for job in ours[3:]
     }
+
+
+def rows(bench, number: int, **values) -> list[str]:
+    made = [
+        new_job(batch_id="batch_1", row_number=n, **values).accepted("acme", NOW + n * 1e-6)
+        for n in range(number)
+    ]
+    bench.call(batches.insert_rows, made)
+    return [record.id for record in made]
+
+
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 3}, {"tokens_per_minute": 2 * 9 + 1}])
+def test_rows_of_batches_wait_for_the_minute_and_calls_do_not_wait_for_them(acme, limits):
+    """Rows have a minute of their own. Of those that have ended it counts what they took."""
+    bench = acme(**limits)
+    bench.register()
+    ids = rows(bench, 8, prompt_tokens=4, max_tokens=5)
+    call = new_job(prompt_tokens=1, max_tokens=1)
+    submit(bench, call)
+
+    def publishable(now: float) -> set[str]:
+        return set(bench.call(sweep.publishable, MODEL, limit=10, now=now))
+
+    published = publishable(NOW)
+    assert published == {*ids, call.id}
+    back = bench.call(quotas.held_back, sorted(published), now=NOW)
+    assert back == set(ids[3:])
+    bench.call(claims.put_back, sorted(back))
+    claimed = bench.claim(*ids[:3])
+    bench.now = NOW + 30
+    assert publishable(NOW + 30) == set()
+    bench.finish([success(job, completion_tokens=1) for job in claimed], now=NOW + 30)
+    # their tokens were fewer than asked for
+    assert publishable(NOW + 31) == (set(ids[3:]) if "tokens_per_minute" in limits else set())
+    assert publishable(NOW + 61) == (set() if "tokens_per_minute" in limits else set(ids[3:]))
+
+
+def test_a_batch_takes_nothing_of_the_callers_minute(acme):
+    bench = acme(requests_per_minute=2)
+    bench.register()
+    bench.claim(*rows(bench, 2))
+    submit(bench, new_job(), new_job())
+    with pytest.raises(QuotaExceeded):
+        submit(bench, new_job())

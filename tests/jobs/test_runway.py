@@ -122,6 +122,20 @@ def test_the_message_is_a_celery_task_with_the_id_as_argument(database, runway):
     assert message.decode()[0] == [job_id]
 
 
+def test_a_traced_call_is_named_by_the_message(database, valkey_url):
+    settings = make_settings(valkey_url, otlp_endpoint="http://127.0.0.1:9")
+    parent = "00-" + "a1" * 16 + "-" + "b2" * 8 + "-01"
+    traced, plain = submit(database, new_job(trace_parent=parent), new_job())
+    found = {}
+    with Runway(settings, make_app(settings)) as runway:
+        assert runway.refill(database) == 2
+        with quick_connection(runway._app) as connection, connection.channel() as channel:
+            while (message := channel.basic_get(queue_for(MODEL), no_ack=True)) is not None:
+                headers = channel.message_to_python(message).headers
+                found[headers["id"]] = headers.get("traceparent")
+    assert found == {traced: parent, plain: None}
+
+
 def test_messages_of_every_redis_priority_count(runway):
     with quick_connection(runway._app) as connection:
         for priority in (0, 3, 5, 9):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from api.envelope import read_envelope
 from api.errors import BadRequest
 from jobs.lifecycle import ErrorCode
+from worker.headers import trace_parent_in
 from worker.sent_job import SentJob, read_sent_job
 
 SERVED = ("m", "other")
@@ -44,6 +45,18 @@ def read(kwargs: object, max_bytes: int = 10_000) -> SentJob:
     return read_sent_job(
         "job_1", kwargs, max_attempts=5, max_bytes=max_bytes, served=("m", "other")
     )
+
+
+@pytest.mark.parametrize("given", [None, 5, "", "00-zz-1-01", "0" * 500])
+def test_a_message_says_which_trace_it_belongs_to(given):
+    parent = "00-" + "a1" * 16 + "-" + "b2" * 8 + "-01"
+    assert trace_parent_in({"traceparent": parent}) == parent
+    assert trace_parent_in({"traceparent": given}) is None
+    sent = read_sent_job(
+        "job_1", {"url": "/v1/completions", "body": BODY}, max_attempts=5, max_bytes=10_000,
+        served=SERVED, trace_parent=parent,
+    )  # fmt: skip
+    assert sent.new_job.trace_parent == parent
 
 
 def test_a_job_has_the_fields_of_one_sent_over_http():
