@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from api import errors
 from api.acceptance import Acceptance
@@ -88,12 +88,12 @@ CHECK_TIMEOUT_S = 3.0
 HINT_THREADS = 1  # see api.hints
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> Starlette:
     """The application. Loads the tokenizers. Raises door.UnreadableModel."""
     services = _wire(settings)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         services.hints.start()
         tasks = [
             asyncio.create_task(keep_running("listen", lambda: services.waiters.listen(settings))),
@@ -110,17 +110,10 @@ def create_app(settings: Settings) -> FastAPI:
             await asyncio.gather(*tasks, return_exceptions=True)
             await services.close()
 
-    # FastAPI's own pages are off: every route is one that docs/http.md lists with its purpose
     modules = (*ROUTES, document) if settings.openapi else ROUTES
-    app = FastAPI(
-        title="Tokenmill",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-        lifespan=lifespan,
-        routes=[route for module in modules for route in module.router.routes],
-    )
+    routes = [route for module in modules for route in module.router.routes]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.router.redirect_slashes = False
     app.state.services = services
     app.add_middleware(Guard, services=services)
     app.add_middleware(Edge)

@@ -11,9 +11,8 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastapi import Request
 from sqlalchemy import Connection
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from api.acceptance import Accepted
 from api.errors import ApiError, BadRequest, Conflict, NotFound, Overloaded, Unavailable

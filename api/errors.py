@@ -17,8 +17,9 @@ Knows HTTP only; what is wrong with a job is decided elsewhere.
 import math
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
@@ -136,8 +137,8 @@ def internal_error() -> Response:
     return error_response(ApiError("an internal error occurred", code="internal_error"))
 
 
-def install(app: FastAPI) -> None:
-    """Answer every refusal of ours, of FastAPI and of the router in the one shape."""
+def install(app: Starlette) -> None:
+    """Answer every refusal of ours and of the router in the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(QuotaExceeded, _on_quota_exceeded)

@@ -7,7 +7,7 @@ import socket
 import threading
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from api.app import create_app, num_database_connections
 from api.connections import Gate, LoopTrouble, raise_descriptor_limit
@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 75
 class Server(uvicorn.Server):
     """Ends the waiting of its clients before it waits for its clients to end."""
 
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
+    def __init__(self, app: Starlette, settings: Settings) -> None:
         self.app = app
         config = uvicorn.Config(
             app,

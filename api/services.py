@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import redis.asyncio
-from fastapi import Depends, Request
 from redis.exceptions import RedisError
+from starlette.requests import Request
 
 from api.acceptance import Acceptance
 from api.body import BodyReader
@@ -74,14 +74,14 @@ class Services:
             await self.redis.aclose()
 
 
-async def get_services(request: Request) -> Services:  # a plain function costs a thread each call
+def services_of(request: Request) -> Services:
     services = request.app.state.services
     assert isinstance(services, Services)
     return services
 
 
-async def get_tenant(request: Request) -> str:
-    """Whose call this is, as `api.guard` has found out."""
+def tenant_of(request: Request) -> str:
+    """Whose call this is, as `api.guard` has found out: every statement of a route names it."""
     return principal_of(request).tenant
 
 
@@ -89,7 +89,3 @@ def principal_of(request: Request) -> Principal:
     principal = request.scope["principal"]
     assert isinstance(principal, Principal)
     return principal
-
-
-TenantDep = Annotated[str, Depends(get_tenant)]  # every statement of a route names it
-ServicesDep = Annotated[Services, Depends(get_services)]

@@ -10,9 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
 
 from api.body import drain
 from api.errors import BadRequest, BodyTooLarge, Overloaded, TooSlow, Unavailable

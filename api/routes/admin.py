@@ -5,15 +5,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
 from api.query import read_query, text
-from api.services import Services, ServicesDep
+from api.routing import Router
+from api.services import Services
 from jobs import keys, tenants
 from jobs.keys import KeyRecord, Scope
 from jobs.tenants import MAX_QUOTA, QUOTAS, Quotas, TenantRecord
@@ -23,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 KEYS_QUERY = {"tenant": text}
 
-router = APIRouter()
+router = Router()
 
 Quota = Annotated[int, Field(ge=0, le=MAX_QUOTA)] | None
 
@@ -58,8 +59,8 @@ class NewKey(BaseModel):
     )
 
 
-@router.post("/admin/v1/keys", status_code=201)
-async def create_key(request: Request, services: ServicesDep) -> Response:
+@router.post("/admin/v1/keys")
+async def create_key(request: Request, services: Services) -> Response:
     new = await _read(request, services, NewKey)
     scopes = _scopes(new.scopes)
     record, key = await _write(
@@ -70,14 +71,14 @@ async def create_key(request: Request, services: ServicesDep) -> Response:
 
 
 @router.get("/admin/v1/keys")
-async def list_keys(request: Request, services: ServicesDep) -> Response:
+async def list_keys(request: Request, services: Services) -> Response:
     tenant = read_query(request, KEYS_QUERY).get("tenant")
     records = await services.sql.read(lambda connection, now: keys.list_keys(connection, tenant))
     return json_response({"object": "list", "data": [key_object(record) for record in records]})
 
 
 @router.delete("/admin/v1/keys/{key_id}")
-async def revoke_key(key_id: str, request: Request, services: ServicesDep) -> Response:
+async def revoke_key(key_id: str, request: Request, services: Services) -> Response:
     read_query(request, {})
     record = await _write(
         services, lambda connection, now: keys.revoke(connection, _storable(key_id), now=now)
@@ -85,8 +86,8 @@ async def revoke_key(key_id: str, request: Request, services: ServicesDep) -> Re
     return json_response(key_object(record))
 
 
-@router.post("/admin/v1/tenants", status_code=201)
-async def create_tenant(request: Request, services: ServicesDep) -> Response:
+@router.post("/admin/v1/tenants")
+async def create_tenant(request: Request, services: Services) -> Response:
     new = await _read(request, services, NewTenant)
     quotas = Quotas(**new.model_dump(exclude={"id"}))
     record = await _write(
@@ -96,14 +97,14 @@ async def create_tenant(request: Request, services: ServicesDep) -> Response:
 
 
 @router.get("/admin/v1/tenants")
-async def list_tenants(request: Request, services: ServicesDep) -> Response:
+async def list_tenants(request: Request, services: Services) -> Response:
     read_query(request, {})
     records = await services.sql.read(lambda connection, now: tenants.list_tenants(connection))
     return json_response({"object": "list", "data": [tenant_object(record) for record in records]})
 
 
 @router.post("/admin/v1/tenants/{tenant_id}")
-async def change_tenant(tenant_id: str, request: Request, services: ServicesDep) -> Response:
+async def change_tenant(tenant_id: str, request: Request, services: Services) -> Response:
     changes = (await _read(request, services, QuotaFields)).model_dump(exclude_unset=True)
     record = await _write(
         services,

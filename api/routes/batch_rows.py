@@ -3,15 +3,16 @@
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import BadRequest, Conflict, json_response
 from api.query import boolean, integer, read_query
 from api.routes.batches import known
 from api.routes.files import write_row
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import batches, files
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object, encoded, is_worth_another_try, line, request_line
@@ -28,13 +29,11 @@ RESULTS_QUERY = {
     "skip_unfinished": boolean,
 }
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/v1/batches/{batch_id}/results")
-async def results(
-    batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def results(batch_id: str, request: Request, services: Services, tenant: str) -> Response:
     query = read_query(request, RESULTS_QUERY)
     after, limit = query.get("after", -1), query.get("limit", DEFAULT_LIMIT)
 
@@ -72,9 +71,7 @@ def _page(batch: BatchRecord, records: list[JobRecord], after: int, skips: bool)
 
 
 @router.post("/v1/batches/{batch_id}/pause")
-async def pause(
-    batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def pause(batch_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
 
     def write(connection: Connection, now: float) -> BatchRecord:
@@ -84,9 +81,7 @@ async def pause(
 
 
 @router.post("/v1/batches/{batch_id}/resume")
-async def resume(
-    batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def resume(batch_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
 
     def write(connection: Connection, now: float) -> BatchRecord:
@@ -99,7 +94,7 @@ async def resume(
 
 @router.post("/v1/batches/{batch_id}/retry_failed")
 async def retry_failed(
-    batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    batch_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     """The rows to be tried again become a file of their own, and that a batch like any other."""
     read_query(request, {})

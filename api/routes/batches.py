@@ -4,9 +4,9 @@ shown and cancelled."""
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.core import idempotency_key, key_conflict
@@ -16,7 +16,8 @@ from api.fields import checked
 from api.intake import digest, parse_json
 from api.present import list_object
 from api.query import integer, read_query, text
-from api.services import ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import batches, files, openai, store
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object
@@ -31,7 +32,7 @@ LIST_QUERY = {
 }
 assert set(openai.URLS) == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 
-router = APIRouter()
+router = Router()
 
 
 class Fields(BaseModel):
@@ -55,7 +56,7 @@ class NewBatch(Fields):
 
 
 @router.post("/v1/batches")
-async def create(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def create(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     key = idempotency_key(request)
     async with services.bodies.json_body(request) as raw:
@@ -88,7 +89,7 @@ async def create(request: Request, services: ServicesDep, tenant: TenantDep) -> 
 
 
 @router.get("/v1/batches")
-async def list_batches(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def list_batches(request: Request, services: Services, tenant: str) -> Response:
     query = read_query(request, LIST_QUERY)
     limit = query.pop("limit", DEFAULT_LIMIT)
 
@@ -103,9 +104,7 @@ async def list_batches(request: Request, services: ServicesDep, tenant: TenantDe
 
 
 @router.get("/v1/batches/{batch_id}")
-async def get(
-    batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def get(batch_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     record = await known(
         services.sql.read,
@@ -116,9 +115,7 @@ async def get(
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
-async def cancel(
-    batch_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def cancel(batch_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     record = await known(
         services.sql.write,

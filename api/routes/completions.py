@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api import core, sse
@@ -12,23 +12,24 @@ from api.calls import Call, call_of, read_body
 from api.door import Door
 from api.errors import ApiError, Unavailable, json_response
 from api.query import read_query
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import openai
 from jobs.openai_streaming import Chunks
 from jobs.records import JobRecord
 from jobs.settings import Settings
 from jobs.streams import StreamMode
 
-router = APIRouter()
+router = Router()
 
 
 @router.post(openai.CHAT)
-async def chat_completion(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def chat_completion(request: Request, services: Services, tenant: str) -> Response:
     return await _complete(openai.CHAT, request, services, tenant)
 
 
 @router.post(openai.COMPLETIONS)
-async def completion(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def completion(request: Request, services: Services, tenant: str) -> Response:
     return await _complete(openai.COMPLETIONS, request, services, tenant)
 
 

@@ -4,14 +4,15 @@ import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import json_response
 from api.fields import read_object
 from api.query import integer, one_of, read_query, text
-from api.services import ServicesDep
+from api.routing import Router
+from api.services import Services
 from jobs import dead
 from jobs.dead import Which
 from jobs.lifecycle import ErrorCode
@@ -24,7 +25,7 @@ LIST_QUERY = {
     "limit": integer(1, MAX_LIMIT),
 }
 
-router = APIRouter()
+router = Router()
 
 
 class Requeue(BaseModel):
@@ -37,7 +38,7 @@ class Requeue(BaseModel):
 
 
 @router.get("/admin/v1/dead_jobs")
-async def list_dead_jobs(request: Request, services: ServicesDep) -> Response:
+async def list_dead_jobs(request: Request, services: Services) -> Response:
     filters = read_query(request, LIST_QUERY)
     limit = filters.pop("limit", DEFAULT_LIMIT)
     found = await services.sql.read(
@@ -48,7 +49,7 @@ async def list_dead_jobs(request: Request, services: ServicesDep) -> Response:
 
 
 @router.post("/admin/v1/dead_jobs/requeue")
-async def requeue_dead_jobs(request: Request, services: ServicesDep) -> Response:
+async def requeue_dead_jobs(request: Request, services: Services) -> Response:
     read_query(request, {})
     async with services.bodies.json_body(request) as raw:
         wanted = await asyncio.to_thread(read_object, raw, Requeue)

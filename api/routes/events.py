@@ -12,26 +12,25 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from api.errors import Unavailable
 from api.present import job_object
 from api.query import read_query
 from api.routes.jobs import look
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs.records import JobRecord
 
 LOOK_S = 0.5
 KEEPALIVE_S = 15.0  # a comment, so that proxies don't take a quiet stream for a dead one
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/v1/jobs/{job_id}/events")
-async def job_events(
-    job_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def job_events(job_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     services.waiters.check_room()
     record = await look(services, tenant, job_id)  # a 404 is a plain reply, not a stream

@@ -3,14 +3,15 @@
 from collections.abc import AsyncIterator, Callable
 from typing import Any, BinaryIO, TypeVar
 
-from fastapi import APIRouter, Request
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from api.errors import BadRequest, Conflict, NotFound, json_response
 from api.present import list_object
 from api.query import integer, one_of, read_query, text
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from api.upload import Upload
 from jobs import files
 from jobs.file_store import is_file_id
@@ -31,11 +32,11 @@ TTL = integer(files.MIN_TTL_S, files.MAX_TTL_S)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", _ANCHOR, _SECONDS)
 
-router = APIRouter()
+router = Router()
 
 
 @router.post("/v1/files")
-async def upload(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def upload(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     declared = int(request.headers.get("content-length", "0"))
     await services.sql.read(
@@ -51,7 +52,7 @@ async def upload(request: Request, services: ServicesDep, tenant: TenantDep) -> 
 
 
 @router.get("/v1/files")
-async def list_files(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def list_files(request: Request, services: Services, tenant: str) -> Response:
     query = read_query(request, LIST_QUERY)
     limit, order = query.pop("limit", MAX_LIMIT), query.pop("order", "desc")
 
@@ -68,15 +69,13 @@ async def list_files(request: Request, services: ServicesDep, tenant: TenantDep)
 
 
 @router.get("/v1/files/{file_id}")
-async def get(file_id: str, request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def get(file_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     return json_response(file_object(await find(services, tenant, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content")
-async def content(
-    file_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def content(file_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     record = await find(services, tenant, file_id)
     try:
@@ -91,9 +90,7 @@ async def content(
 
 
 @router.delete("/v1/files/{file_id}")
-async def delete(
-    file_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def delete(file_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     if not is_file_id(file_id):
         raise unknown(file_id)

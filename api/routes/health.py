@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import dataclass
 
 import redis.asyncio
-from fastapi import APIRouter
 from redis.exceptions import RedisError, ResponseError
 from sqlalchemy import Connection
 from starlette.responses import Response
 
 from api.errors import ApiError, json_response
-from api.services import Services, ServicesDep
+from api.routing import Router
+from api.services import Services
 from jobs import store
 from jobs.records import WorkerRecord
 
@@ -18,7 +18,7 @@ REDIS_TIMEOUT_S = 3.0
 WRITE_TROUBLE_S = 10.0  # a full disk still answers: what it said of a write counts for so long
 PROBE_S = 10  # of the key that shows whether Redis takes what is written
 
-router = APIRouter()
+router = Router()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ async def live() -> Response:
 
 
 @router.get("/health/ready")
-async def ready(services: ServicesDep) -> Response:
+async def ready(services: Services) -> Response:
     """200 when every served model has what its jobs need to end; else 503 and what is missing.
 
     Jobs are accepted whenever the database is there: without Redis or a worker they wait.

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
 from sqlalchemy import Connection
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from api.core import JOB_ID, disconnected
 from api.errors import BadRequest, NotFound, json_response
 from api.present import list_object, with_attempts
 from api.query import integer, one_of, read_query, seconds, text
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import store
 from jobs.lifecycle import JobState
 from jobs.records import JobRecord
@@ -32,11 +32,11 @@ LIST_QUERY = {
 }
 GET_QUERY = {"wait": seconds(0, MAX_WAIT_S)}  # for the job's end
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/v1/jobs")
-async def list_jobs(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def list_jobs(request: Request, services: Services, tenant: str) -> Response:
     filters = read_query(request, LIST_QUERY)
     limit = filters.pop("limit", DEFAULT_LIMIT)
 
@@ -52,9 +52,7 @@ async def list_jobs(request: Request, services: ServicesDep, tenant: TenantDep) 
 
 
 @router.get("/v1/jobs/{job_id}")
-async def get_job(
-    job_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def get_job(job_id: str, request: Request, services: Services, tenant: str) -> Response:
     wait = read_query(request, GET_QUERY).get("wait", 0)
     if wait == 0:
         return json_response(await read_job(services, tenant, job_id))
@@ -74,9 +72,7 @@ async def get_job(
 
 
 @router.post("/v1/jobs/{job_id}/cancel")
-async def cancel_job(
-    job_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def cancel_job(job_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     _check_id(job_id)
 

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from fastapi import APIRouter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 from sqlalchemy import Connection
 from starlette.responses import Response
 
-from api.services import ServicesDep
+from api.routing import Router
+from api.services import Services
 from jobs import attempts, batches, store
 from jobs.attempts import Count, Outcome
 from jobs.batch_record import BatchState
@@ -65,11 +65,11 @@ COUNTED = {
     ),
 }  # fmt: skip
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/metrics")
-async def metrics(services: ServicesDep) -> Response:
+async def metrics(services: Services) -> Response:
     served = frozenset(services.door.models)
     snapshot = await services.sql.read(partial(Snapshot, served))
     registry = CollectorRegistry(auto_describe=False)

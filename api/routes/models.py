@@ -2,26 +2,27 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.door import ServedModel
 from api.errors import NotFound, json_response
 from api.query import read_query
-from api.services import ServicesDep
+from api.routing import Router
+from api.services import Services
 
-router = APIRouter()
+router = Router()
 
 
 @router.get("/v1/models")
-async def list_models(request: Request, services: ServicesDep) -> Response:
+async def list_models(request: Request, services: Services) -> Response:
     read_query(request, {})
     data = [_object(model) for model in services.door.models.values()]
     return json_response({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{model_id:path}")
-async def get_model(model_id: str, request: Request, services: ServicesDep) -> Response:
+async def get_model(model_id: str, request: Request, services: Services) -> Response:
     read_query(request, {})
     model = services.door.models.get(model_id)
     if model is None:

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api import core, sse
@@ -14,7 +14,8 @@ from api.door import Door
 from api.errors import ApiError, BadRequest, NotFound, Unavailable, json_response
 from api.present import STANDING, job_object, list_object
 from api.query import any_text, boolean, integer, one_of, read_query, text
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import openai, store
 from jobs import openai_response_object as objects
 from jobs.lifecycle import JobState
@@ -42,11 +43,11 @@ ITEMS_QUERY = {
     "include[]": any_text,
 }
 
-router = APIRouter()
+router = Router()
 
 
 @router.post(openai.RESPONSES)
-async def create_response(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def create_response(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     key = core.idempotency_key(request)
     services.waiters.check_room()
@@ -73,7 +74,7 @@ async def create_response(request: Request, services: ServicesDep, tenant: Tenan
 
 @router.get(openai.RESPONSES + "/{response_id}")
 async def get_response(
-    response_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    response_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     query = read_query(request, GET_QUERY)
     after = query.get("starting_after")
@@ -89,7 +90,7 @@ async def get_response(
 
 @router.delete(openai.RESPONSES + "/{response_id}")
 async def delete_response(
-    response_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    response_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     read_query(request, {})
     record = await _find(services, tenant, response_id)
@@ -104,7 +105,7 @@ async def delete_response(
 
 @router.post(openai.RESPONSES + "/{response_id}/cancel")
 async def cancel_response(
-    response_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    response_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     read_query(request, {})
     record = await _find(services, tenant, response_id)
@@ -121,7 +122,7 @@ async def cancel_response(
 
 @router.get(openai.RESPONSES + "/{response_id}/input_items")
 async def list_input_items(
-    response_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    response_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     query = read_query(request, ITEMS_QUERY)
     items = objects.input_items(await _find(services, tenant, response_id))
@@ -137,9 +138,7 @@ async def list_input_items(
 
 
 @router.post(openai.RESPONSES + "/input_tokens")
-async def count_input_tokens(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def count_input_tokens(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     async with services.bodies.json_body(request) as raw:
         body, body_sha256 = await services.cpu.run(read_body, raw, services.settings)

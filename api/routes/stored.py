@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.core import JOB_ID, find
@@ -13,7 +13,8 @@ from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
 from api.present import list_object
 from api.query import integer, labels, one_of, read_query, text
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import openai, store, stored
 from jobs.records import JobRecord
 
@@ -26,7 +27,7 @@ PAGE_QUERY = {
 }
 LIST_QUERY = {"model": text, "metadata": labels, **PAGE_QUERY}
 
-router = APIRouter()
+router = Router()
 
 
 class Labels(BaseModel):
@@ -36,7 +37,7 @@ class Labels(BaseModel):
 
 
 @router.get(openai.CHAT)
-async def list_completions(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def list_completions(request: Request, services: Services, tenant: str) -> Response:
     query = read_query(request, LIST_QUERY)
     limit, ascending = query.pop("limit", DEFAULT_LIMIT), query.pop("order", "asc") == "asc"
     if (after := query.pop("after", None)) is not None:
@@ -56,7 +57,7 @@ async def list_completions(request: Request, services: ServicesDep, tenant: Tena
 
 @router.get(openai.CHAT + "/{completion_id}")
 async def get_completion(
-    completion_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    completion_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     read_query(request, {})
     return json_response(_object(await _find(services, tenant, completion_id)))
@@ -64,7 +65,7 @@ async def get_completion(
 
 @router.post(openai.CHAT + "/{completion_id}")
 async def update_completion(
-    completion_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    completion_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     read_query(request, {})
     async with services.bodies.json_body(request) as raw:
@@ -82,7 +83,7 @@ async def update_completion(
 
 @router.delete(openai.CHAT + "/{completion_id}")
 async def delete_completion(
-    completion_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    completion_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     read_query(request, {})
     record = await _find(services, tenant, completion_id)
@@ -95,7 +96,7 @@ async def delete_completion(
 
 @router.get(openai.CHAT + "/{completion_id}/messages")
 async def list_messages(
-    completion_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    completion_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     """What the chat was asked."""
     query = read_query(request, PAGE_QUERY)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.core import accept, idempotency_key
@@ -12,11 +12,12 @@ from api.errors import ApiError, BadRequest, json_response
 from api.intake import digest, dump, new_job, parse_json
 from api.present import job_object
 from api.query import read_query
-from api.services import ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs.records import NewJob
 from jobs.settings import Settings
 
-router = APIRouter()
+router = Router()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,8 @@ class Submission:
     body_sha256: bytes
 
 
-@router.post("/v1/jobs", status_code=202)
-async def submit(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+@router.post("/v1/jobs")
+async def submit(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     key = idempotency_key(request)
     async with services.bodies.json_body(request) as raw:

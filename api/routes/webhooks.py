@@ -5,17 +5,18 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 from sqlalchemy import Connection
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
 from api.present import list_object
 from api.query import integer, read_query
-from api.services import Services, ServicesDep, TenantDep
+from api.routing import Router
+from api.services import Services
 from jobs import webhooks
 from jobs.addresses import literal_address_is_public
 from jobs.webhooks import MAX_DELIVERIES_LISTED, Delivery, Endpoint, EventType
@@ -30,7 +31,7 @@ assert set(get_args(EventName)) == set(EventType) - {EventType.PING}
 
 DELIVERIES_QUERY = {"limit": integer(1, MAX_DELIVERIES_LISTED)}
 
-router = APIRouter()
+router = Router()
 
 
 def _url(text: str) -> str:
@@ -77,7 +78,7 @@ class EndpointChanges(Fields):
 
 
 @router.post("/v1/webhook_endpoints")
-async def create(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def create(request: Request, services: Services, tenant: str) -> Response:
     new = await _read(request, services, NewEndpoint)
     _check_address(services, new.url)
     endpoint = await _write(
@@ -90,7 +91,7 @@ async def create(request: Request, services: ServicesDep, tenant: TenantDep) -> 
 
 
 @router.get("/v1/webhook_endpoints")
-async def list_all(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+async def list_all(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     found = await services.sql.read(
         lambda connection, now: webhooks.list_endpoints(connection, tenant)
@@ -99,9 +100,7 @@ async def list_all(request: Request, services: ServicesDep, tenant: TenantDep) -
 
 
 @router.get("/v1/webhook_endpoints/{endpoint_id}")
-async def get(
-    endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def get(endpoint_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     endpoint = await _call(
         services.sql.read,
@@ -111,9 +110,7 @@ async def get(
 
 
 @router.post("/v1/webhook_endpoints/{endpoint_id}")
-async def change(
-    endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def change(endpoint_id: str, request: Request, services: Services, tenant: str) -> Response:
     changes = (await _read(request, services, EndpointChanges)).model_dump(exclude_unset=True)
     if "url" in changes:
         _check_address(services, changes["url"])
@@ -127,9 +124,7 @@ async def change(
 
 
 @router.delete("/v1/webhook_endpoints/{endpoint_id}")
-async def delete(
-    endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def delete(endpoint_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
     await _write(
         services,
@@ -141,7 +136,7 @@ async def delete(
 
 @router.post("/v1/webhook_endpoints/{endpoint_id}/rotate_secret")
 async def rotate_secret(
-    endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    endpoint_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     read_query(request, {})
     changes = {"secret": webhooks.new_secret()}
@@ -155,9 +150,7 @@ async def rotate_secret(
 
 
 @router.post("/v1/webhook_endpoints/{endpoint_id}/test")
-async def test(
-    endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def test(endpoint_id: str, request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
 
     def ping(connection: Connection, now: float) -> Delivery:
@@ -172,7 +165,7 @@ async def test(
 
 @router.get("/v1/webhook_endpoints/{endpoint_id}/deliveries")
 async def deliveries(
-    endpoint_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    endpoint_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
     limit = read_query(request, DELIVERIES_QUERY).get("limit", 20)
     found = await _call(
@@ -189,8 +182,8 @@ async def redeliver(
     endpoint_id: str,
     delivery_id: str,
     request: Request,
-    services: ServicesDep,
-    tenant: TenantDep,
+    services: Services,
+    tenant: str,
 ) -> Response:
     read_query(request, {})
     delivery = await _write(

@@ -18,16 +18,16 @@ LIGHT_PROCESSES = {
     "sweeper": ("import worker.sweeper", {"torch", "transformers", "numpy"}),
     "jobs": (
         "import jobs.store, jobs.claims, jobs.sweep, jobs.openai",
-        {"torch", "transformers", "numpy", "fastapi", "pydantic", "celery"},
+        {"torch", "transformers", "numpy", "starlette", "pydantic", "celery"},
     ),
-    "supervisor": ("import cli.up, cli.demo, cli.doctor", {"torch", "transformers", "fastapi"}),
+    "supervisor": ("import cli.up, cli.demo, cli.doctor", {"torch", "transformers", "starlette"}),
     "the engine's brain": (
         "import engine.scheduler, engine.block_manager, engine.sampling_params, engine.tokenizer",
         {"torch", "transformers", "numpy", "sqlalchemy", "celery", "redis"},
     ),
     "the engine": (
         "import engine, engine.llm_engine",
-        {"sqlalchemy", "celery", "kombu", "redis", "fastapi", "pydantic", "msgspec", "triton"},
+        {"sqlalchemy", "celery", "kombu", "redis", "starlette", "pydantic", "msgspec", "triton"},
     ),
     "the engine on a CPU": (
         "import torch, engine.model_runner; "

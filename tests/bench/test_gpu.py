@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 # not there on a machine that has a GPU and nothing of the service
-ABSENT = ("celery", "kombu", "redis", "sqlalchemy", "fastapi", "pydantic", "llguidance", "numba")
+ABSENT = ("celery", "kombu", "redis", "sqlalchemy", "starlette", "pydantic", "llguidance", "numba")
 START = (
     "import sys\n"
     f"for name in {ABSENT!r}: sys.modules[name] = None\n"

@@ -15,7 +15,7 @@ import sys
 from click.testing import CliRunner
 from cli.main import tokenmill
 assert CliRunner().invoke(tokenmill, ["--help"]).exit_code == 0
-heavy = {"torch", "transformers", "celery", "sqlalchemy", "fastapi", "redis", "httpx"}
+heavy = {"torch", "transformers", "celery", "sqlalchemy", "starlette", "redis", "httpx"}
 print(*sorted(heavy & set(sys.modules)))
 """
 
