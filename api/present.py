@@ -89,10 +89,12 @@ def list_object(found: Sequence[dict[str, Any]], limit: int | None = None) -> di
     }
 
 
-def with_attempts(job: dict[str, Any], connection: Connection, *, tenant: str) -> dict[str, Any]:
-    """The job object of one job that was asked for by its id."""
-    started = job["attempt"] > 0 or job["started_at"] is not None
-    tried = attempts.of_job(connection, job["id"], tenant=tenant) if started else []
+def with_attempts(job: dict[str, Any], record: JobRecord, connection: Connection) -> dict[str, Any]:
+    """The job object of one job that was asked for by its id; of a record that was claimed, with a
+    statement more."""
+    tried: list[AttemptRecord] = []
+    if record.fence > 0:
+        tried = attempts.of_job(connection, record.id, tenant=record.tenant_id)
     return job | {"attempts": [_attempt(each) for each in tried]}
 
 

@@ -25,6 +25,7 @@ class BatchRow:
     body: str  # JSON, as the line has it
     max_tokens: int
     error: Mapping[str, Any] | None = None  # what the endpoint says of its body
+    stored: bool = False  # its body says so
 
 
 def insert_rows(
@@ -48,7 +49,7 @@ def insert_rows(
 
 
 # of each row, and then of all rows alike
-_OWN = ("id", "custom_id", "row_number", "body", "max_tokens", "created_at")
+_OWN = ("id", "custom_id", "row_number", "body", "max_tokens", "stored", "created_at")
 _ENDS = ("state", "error", "finish_reason", "finished_at")
 _COMMON = (
     "batch_id",
@@ -82,7 +83,8 @@ def _values(
         if row.error is not None:
             ends = (str(JobState.FAILED), encode(row.error), "error", now)
         yield (
-            *(row.id, row.custom_id, row.row_number, row.body, row.max_tokens, now + i * 1e-6),
+            *(row.id, row.custom_id, row.row_number, row.body, row.max_tokens),
+            *(1 if row.stored else None, now + i * 1e-6),
             *ends,
             *common,
         )

@@ -42,6 +42,8 @@ from jobs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+NO_TRACES: Mapping[str, str] = {}
+
 
 class RunwayDown(Exception):
     """Redis is away or refuses: jobs stay queued in SQL, the next refill publishes them."""
@@ -169,7 +171,10 @@ class Runway:
             return store.trace_parents(connection, ids)
 
     def _publish(
-        self, lane: Lane, messages: Sequence[list[str]], trace_parents: Mapping[str, str]
+        self,
+        lane: Lane,
+        messages: Sequence[list[str]],
+        trace_parents: Mapping[str, str] = NO_TRACES,
     ) -> None:
         if not messages:
             return

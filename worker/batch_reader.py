@@ -229,12 +229,13 @@ def line_at(file: BinaryIO, max_bytes: int, start: int) -> Line:
 def row_of(endpoint: str, line: Line, row_number: int) -> BatchRow:
     """The row that a line becomes: queued, or failed where the endpoint refuses its body."""
     assert line.data is not None
-    text, max_tokens, refusal = "{}", 0, None
+    text, max_tokens, refusal, stored = "{}", 0, None, False
     parts = _parts(line.data)
     try:
         body = strict_json.loads(line.data)["body"]
         text = bytes(parts.body).decode()
         max_tokens = _checked(endpoint, body) or 0
+        stored = body.get("store") is True
     except strict_json.JSONError as error:
         param = error.path or None
         refusal = error_object(ErrorCode.INVALID_REQUEST, str(error)[:300], param=param)
@@ -247,6 +248,7 @@ def row_of(endpoint: str, line: Line, row_number: int) -> BatchRow:
         body=text,
         max_tokens=max_tokens,
         error=refusal,
+        stored=stored,
     )
 
 

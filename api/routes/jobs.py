@@ -81,7 +81,7 @@ async def cancel_job(job_id: str, request: Request, services: Services, tenant: 
         if record is None:
             return None
         job = services.presenter.objects([record], connection, now)[0]
-        return with_attempts(job, connection, tenant=tenant)
+        return with_attempts(job, record, connection)
 
     job = await services.sql.write(cancel)
     if job is None:
@@ -95,7 +95,7 @@ async def read_job(services: Services, tenant: str, job_id: str) -> dict[str, An
 
     def read(record: JobRecord, connection: Connection, now: float) -> dict[str, Any]:
         job = services.presenter.objects([record], connection, now)[0]
-        return with_attempts(job, connection, tenant=tenant)
+        return with_attempts(job, record, connection)
 
     return await _read(services, tenant, job_id, read)
 

@@ -165,7 +165,9 @@ class SimRunway(Runway):
             raise RunwayDown("down")
         return {lane: len(self._messages.waiting) for lane in self._lanes}
 
-    def _publish(self, lane: Lane, messages: Sequence[list[str]]) -> None:
+    def _publish(
+        self, lane: Lane, messages: Sequence[list[str]], trace_parents: object = None
+    ) -> None:
         for job_id in (job_id for ids in messages for job_id in ids):
             self._messages.publish(job_id)
 
