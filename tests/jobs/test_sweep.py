@@ -6,11 +6,11 @@ import threading
 import pytest
 from sqlalchemy import text
 
-from jobs import finishing, store, sweep
+from jobs import finishing, quotas, store, stored, sweep
 from jobs.accounting import Counted, Wasted, account_wasted, count_prompts
 from jobs.lifecycle import ErrorCode, JobState
 from jobs.sweep import Reaped
-from jobs.tenants import DEFAULT_TENANT
+from jobs.tenants import DEFAULT_TENANT, Quotas
 from tests.jobs.conftest import MODEL, NOW, new_job
 
 
@@ -214,6 +214,18 @@ INDEXED = {
     "publishable": ("jobs_queued_of", sweep.publishable, (MODEL,), {"limit": 4, "now": NOW}),
     "expire": ("jobs_due", sweep.expire, (NOW,), {}),
     "reap": ("jobs_running", sweep.reap, (NOW,), {}),
+    "list_stored": (
+        "jobs_stored",
+        stored.list_stored,
+        (),
+        {"tenant": DEFAULT_TENANT, "limit": 20, "ascending": True, "metadata": {"k": "v"}},
+    ),
+    "rows_of_the_minute": (
+        "jobs_rows_started",
+        quotas._row_minute,
+        (DEFAULT_TENANT, Quotas(requests_per_minute=1), NOW),
+        {},
+    ),
     "list": ("jobs_newest", store.list_jobs, (), {"tenant": DEFAULT_TENANT, "limit": 20}),
 }
 
