@@ -4,7 +4,7 @@ from typing import Any
 
 from api.document_bodies import BOOLEAN, INTEGER, NUMBER, TEXT, array, ref
 from jobs.attempts import Outcome
-from jobs.batch_record import BatchState
+from jobs.batch_record import BatchState, StopReason
 from jobs.files import PURPOSES
 from jobs.lifecycle import RETRYABLE, JobState
 from jobs.tenants import QUOTAS
@@ -297,6 +297,10 @@ REPLIES: dict[str, Schema] = {
         usage=_or_null(_OBJECT),
         metadata=_or_null(_LABELS),
         priority=INTEGER,
+        token_budget=_or_null(_COUNT),
+        max_error_rate=_or_null({"type": "number"}),
+        stop_reason=_or_null({"enum": [str(reason) for reason in StopReason]}),
+        progress=_or_null(_OBJECT),
     ),
     "BatchPage": _page(ref("Batch")),
     "Rows": _list(

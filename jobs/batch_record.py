@@ -16,6 +16,13 @@ class BatchState(StrEnum):
     CANCELLED = "cancelled"
 
 
+class StopReason(StrEnum):
+    """Which of its limits a batch ran into."""
+
+    TOKEN_BUDGET = "token_budget"
+    ERROR_RATE = "error_rate"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
     """A batch's row, its JSON columns decoded."""
@@ -46,3 +53,8 @@ class BatchRecord:
     cancelling_at: float | None = None
     closed_at: float | None = None
     paused_at: float | None = None
+    paused_s: float = 0.0
+    token_budget: int | None = None
+    max_error_rate: float | None = None
+    stop_reason: str | None = None  # a StopReason
+    progress: dict[str, Any] | None = None  # see jobs.batch_progress

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from jobs.batch_record import BatchRecord, BatchState
-from jobs.batches import ENDING
+from jobs.batches import ENDING, ended_as
 from jobs.lifecycle import RETRIED, JobState
 from jobs.rows import encode
 
@@ -77,7 +77,9 @@ def _values(
     )
     as_others: tuple[Any, ...] = (str(JobState.QUEUED), None, None, None)
     if batch.ending in ENDING:  # never to be run, but each input has its line
-        as_others = (str(ENDING[BatchState(batch.ending)]), None, "abort", now)
+        state = ENDING[BatchState(batch.ending)]
+        ended = ended_as(state, batch)
+        as_others = (str(state), ended.get("error"), ended["finish_reason"], now)
     for i, row in enumerate(rows):
         ends = as_others
         if row.error is not None:

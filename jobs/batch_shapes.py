@@ -27,6 +27,8 @@ def line(record: JobRecord) -> dict[str, Any]:
     response = error = None
     if record.state in _NOT_ANSWERED:
         code, message = _NOT_ANSWERED[record.state]
+        if record.error is not None and record.error["code"] == ErrorCode.BATCH_STOPPED:
+            code, message = str(ErrorCode.BATCH_STOPPED), record.error["message"]
         error = {"code": code, "message": message}
     else:
         succeeded = record.state == JobState.SUCCEEDED
@@ -72,7 +74,7 @@ def _status(error: Mapping[str, Any]) -> int:
 
 
 def batch_object(batch: BatchRecord) -> dict[str, Any]:
-    """In OpenAI's shape; `priority` and `paused_at` are ours."""
+    """In OpenAI's shape; what is from `priority` on is ours."""
     at = {
         f"{state}_at": _second(batch.closed_at) if batch.state == state else None
         for state in (
@@ -105,6 +107,10 @@ def batch_object(batch: BatchRecord) -> dict[str, Any]:
         "metadata": batch.metadata,
         "priority": batch.priority,
         "paused_at": _second(batch.paused_at),
+        "token_budget": batch.token_budget,
+        "max_error_rate": batch.max_error_rate,
+        "stop_reason": batch.stop_reason,
+        "progress": batch.progress,
     }
 
 

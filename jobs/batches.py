@@ -31,8 +31,9 @@ from sqlalchemy import (
 
 from jobs import attempts, webhooks
 from jobs.attempts import Outcome
-from jobs.batch_record import BatchRecord, BatchState
-from jobs.lifecycle import TERMINAL, ErrorCode, JobState, error_object
+from jobs.batch_progress import progress, progress_object
+from jobs.batch_record import BatchRecord, BatchState, StopReason
+from jobs.lifecycle import ErrorCode, JobState, error_object
 from jobs.models import LOST, QUEUED, RUNNING, batches, jobs
 from jobs.records import JobRecord
 from jobs.retries import TAKEN, taken
@@ -57,7 +58,7 @@ class LostBatch(Exception):
     """The batch has another keeper by now, or another state: roll back and let go of it."""
 
 
-_JSON = ("metadata", "errors", "usage")
+_JSON = ("metadata", "errors", "usage", "progress")
 _NAMES = tuple(each.name for each in fields(BatchRecord))
 _RECORD = tuple(batches.c[name] for name in _NAMES)
 ENDING = {BatchState.CANCELLED: JobState.CANCELLED, BatchState.EXPIRED: JobState.EXPIRED}
@@ -74,17 +75,17 @@ def create(connection: Connection, record: BatchRecord) -> None:
     connection.execute(insert(batches).values(values | {"state": str(record.state)}))
 
 
-def get(connection: Connection, batch_id: str, *, tenant: str) -> BatchRecord:
+def get(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
     """With counts of now. Raises UnknownBatch."""
     query = select(*_RECORD).where(batches.c.id == batch_id, batches.c.tenant_id == tenant)
     row = connection.execute(query).one_or_none()
     if row is None:
         raise UnknownBatch(batch_id)
-    return _counted(connection, _record(row))
+    return _counted(connection, _record(row), now)
 
 
 def list_batches(
-    connection: Connection, *, tenant: str, limit: int, after: str | None = None
+    connection: Connection, *, tenant: str, limit: int, now: float, after: str | None = None
 ) -> list[BatchRecord]:
     """The newest first, from behind the batch `after`. Raises UnknownBatch for that one."""
     key = (batches.c.created_at, batches.c.id)
@@ -97,7 +98,7 @@ def list_batches(
             raise UnknownBatch(after)
         query = query.where(tuple_(*key) < tuple_(*last))
     query = query.order_by(*(column.desc() for column in key)).limit(limit)
-    return [_counted(connection, _record(row)) for row in connection.execute(query).all()]
+    return [_counted(connection, _record(row), now) for row in connection.execute(query).all()]
 
 
 def cancel(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
@@ -111,33 +112,25 @@ def cancel(connection: Connection, batch_id: str, *, tenant: str, now: float) ->
         )
         .values(state=BatchState.CANCELLING, ending=BatchState.CANCELLED, cancelling_at=now)
     )
-    return get(connection, batch_id, tenant=tenant)
-
-
-def counts(connection: Connection, batch_id: str, *, tenant: str) -> dict[JobState, int]:
-    """How many of its rows are in each state."""
-    query = (
-        select(jobs.c.state, func.count())
-        .where(jobs.c.batch_id == batch_id, jobs.c.tenant_id == tenant, _IS_ROW)
-        .group_by(jobs.c.state)
-    )
-    return {JobState(state): num for state, num in connection.execute(query)}
+    return get(connection, batch_id, tenant=tenant, now=now)
 
 
 def pause(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
     """Put no more of its rows on the runway, until it is resumed. Raises UnknownBatch."""
-    return _set_paused(connection, batch_id, tenant, now)
+    return _set_paused(connection, batch_id, tenant, now, paused=True)
 
 
-def resume(connection: Connection, batch_id: str, *, tenant: str) -> BatchRecord:
+def resume(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
     """Raises UnknownBatch."""
-    return _set_paused(connection, batch_id, tenant, None)
+    return _set_paused(connection, batch_id, tenant, now, paused=False)
 
 
 def _set_paused(
-    connection: Connection, batch_id: str, tenant: str, at: float | None
+    connection: Connection, batch_id: str, tenant: str, now: float, *, paused: bool
 ) -> BatchRecord:
-    other = batches.c.paused_at.is_(None) if at is not None else batches.c.paused_at.is_not(None)
+    other = batches.c.paused_at.is_(None) if paused else batches.c.paused_at.is_not(None)
+    rested = batches.c.paused_s + now - batches.c.paused_at
+    values = {"paused_at": now} if paused else {"paused_at": None, "paused_s": rested}
     connection.execute(
         update(batches)
         .where(
@@ -146,9 +139,9 @@ def _set_paused(
             batches.c.state.in_([BatchState.VALIDATING, BatchState.IN_PROGRESS]),
             other,
         )
-        .values(paused_at=at)
+        .values(values)
     )
-    return get(connection, batch_id, tenant=tenant)
+    return get(connection, batch_id, tenant=tenant, now=now)
 
 
 def paused(connection: Connection) -> list[str]:
@@ -269,6 +262,17 @@ def expire(connection: Connection, batch: BatchRecord, keeper: str, *, now: floa
     keep(connection, batch, keeper, now=now, values=values)
 
 
+def stop(
+    connection: Connection, batch: BatchRecord, keeper: str, reason: StopReason, *, now: float
+) -> None:
+    """It has run into one of its limits: what has not ended by now will not be run."""
+    values = {
+        "state": BatchState.CANCELLING, "ending": BatchState.CANCELLED, "cancelling_at": now,
+        "stop_reason": str(reason),
+    }  # fmt: skip
+    keep(connection, batch, keeper, now=now, values=values)
+
+
 def num_open(connection: Connection, batch: BatchRecord) -> int:
     """How many of its rows have not ended; not counted beyond the first."""
     query = select(jobs.c.id).where(*_open_rows(batch)).limit(1)
@@ -299,7 +303,7 @@ def end_rows(connection: Connection, batch: BatchRecord, *, now: float) -> tuple
                 fence=jobs.c.fence + 1,
                 worker_id=None,
                 finished_at=now,
-                **ended_as(state),
+                **ended_as(state, batch),
                 **LOST,
             )
             .returning(*TAKEN)
@@ -308,8 +312,12 @@ def end_rows(connection: Connection, batch: BatchRecord, *, now: float) -> tuple
     return len(ids), running
 
 
-def ended_as(state: JobState) -> dict[str, Any]:
+def ended_as(state: JobState, batch: BatchRecord) -> dict[str, Any]:
     """What is said of a row that its batch took along when it ended."""
+    if batch.stop_reason is not None:
+        message = _STOPPED[StopReason(batch.stop_reason)].format(batch=batch)
+        error = error_object(ErrorCode.BATCH_STOPPED, message)
+        return {"finish_reason": "abort", "error": encode(error)}
     if state == JobState.CANCELLED:
         return {"finish_reason": "abort"}
     message = "the batch's completion window was over before this row was done"
@@ -340,6 +348,12 @@ IS_READING = and_(
         batches.c.num_inserted < batches.c.num_rows,
     ),
 )
+_STOPPED = {
+    StopReason.TOKEN_BUDGET: "the batch's token_budget, {batch.token_budget}, was used up before "
+    "this row was done",
+    StopReason.ERROR_RATE: "more of the batch's rows failed than its max_error_rate, "
+    "{batch.max_error_rate}, allows",
+}
 _IS_ROW = jobs.c.row_number.is_not(None)
 _ROW_AND_BODY = tuple(jobs.c[field.name] for field in fields(JobRecord))
 _ROW = tuple(
@@ -364,10 +378,14 @@ def _record(row: Any) -> BatchRecord:
     return BatchRecord(**{**values, "state": BatchState(values["state"])})
 
 
-def _counted(connection: Connection, batch: BatchRecord) -> BatchRecord:
-    if batch.closed_at is not None or not batch.num_inserted:
+def _counted(connection: Connection, batch: BatchRecord, now: float) -> BatchRecord:
+    if batch.closed_at is not None:
         return batch
-    found = counts(connection, batch.id, tenant=batch.tenant_id)
-    completed = found.get(JobState.SUCCEEDED, 0)
-    ended = sum(num for state, num in found.items() if state in TERMINAL)
-    return replace(batch, num_completed=completed, num_failed=ended - completed)
+    found = progress(connection, batch, now=now)
+    completed = found.num(JobState.SUCCEEDED)
+    return replace(
+        batch,
+        num_completed=completed,
+        num_failed=found.num_ended - completed,
+        progress=progress_object(batch, found),
+    )

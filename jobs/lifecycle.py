@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     MAX_ATTEMPTS = "max_attempts"
     TIME_LIMIT = "time_limit"  # Celery's soft or hard limit
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    BATCH_STOPPED = "batch_stopped"  # its batch ran into a limit first
     UNSTORABLE = "unstorable"  # the database refused the result
 
 

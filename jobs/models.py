@@ -256,7 +256,7 @@ class Batch(Base):
     errors: Mapped[str | None]  # JSON: what is wrong with the file
     num_rows: Mapped[int]  # known when the file has been read
     num_inserted: Mapped[int]  # rows that are jobs by now
-    input_offset: Mapped[int]  # bytes of the file that these took
+    input_offset: Mapped[int]  # of earlier versions: rows came as in the file
     num_completed: Mapped[int]  # when it has ended
     num_failed: Mapped[int]
     usage: Mapped[str | None]  # JSON, when it has ended
@@ -271,6 +271,11 @@ class Batch(Base):
     paused_at: Mapped[float | None]
     keeper: Mapped[str | None] = mapped_column(String(64))  # who works on it, and names itself
     keeper_until: Mapped[float | None]  # in every write, until then
+    token_budget: Mapped[int | None]  # of prompts and outputs together
+    max_error_rate: Mapped[float | None]  # failed of ended
+    stop_reason: Mapped[str | None] = mapped_column(String(16))  # the limit it ran into
+    progress: Mapped[str | None]  # JSON, when it has ended; until then it is counted when asked
+    paused_s: Mapped[float] = mapped_column(server_default="0")  # before paused_at
 
 
 def _table(model: type[Base]) -> Table:
@@ -357,5 +362,9 @@ _partial(
 _partial("jobs_stored", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id, where="stored IS NOT NULL")
 # how a batch's rows are: counted, and looked for
 _partial(
-    "jobs_rows_in", jobs.c.batch_id, jobs.c.state, jobs.c.row_number, where="row_number IS NOT NULL"
+    "jobs_rows_in",
+    *(jobs.c[name] for name in ("batch_id", "tenant_id", "state", "row_number")),
+    # these are in it so that their sums need no look at the rows
+    *(jobs.c[f"{kind}_tokens"] for kind in ("prompt", "cached", "completion", "max")),
+    where="row_number IS NOT NULL",
 )

@@ -4,13 +4,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection
 
-from jobs import batch_shapes, batches, files, webhooks
+from jobs import batch_progress, batch_shapes, batches, files, webhooks
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.file_store import FileStore, Incoming
 from jobs.files import FileRecord
@@ -137,6 +137,9 @@ def _closed(
         "output_file_id": made.ids.get("output"),
         "error_file_id": made.ids.get("error"),
     }
+    ended = replace(batch, finalizing_at=batch.finalizing_at or now)
+    found = batch_progress.progress(connection, ended, now=now)
+    values["progress"] = encode(batch_progress.progress_object(batch, found))
     batches.keep(connection, batch, keeper.name, now=now, values=values)
     ttl_s = batch.output_ttl_s or keeper.settings.file_ttl_s
     for name, incoming in (("output", made.output), ("error", made.errors)):

@@ -21,7 +21,7 @@ from typing import BinaryIO, TypeVar
 
 from sqlalchemy import Connection
 
-from jobs import batch_rows, batches, quotas, store
+from jobs import batch_progress, batch_rows, batches, quotas, store
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_rows import BatchRow
 from jobs.batches import LostBatch
@@ -41,6 +41,7 @@ MAX_BATCHES = 256  # that one keeper has at once
 LINES = 2000  # read in one turn
 ROWS = 1000  # inserted in one transaction
 STOP_S = 5.0
+LIMITS_EVERY_S = 1.0  # is counted whether a batch has reached one
 AGAIN_S = 5.0  # after a round that failed
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class BatchKeeper:
         self._files = FileSweeper(settings, self._database)
         self._publisher = Publisher(settings)
         self._works: dict[str, Iterator[None]] = {}  # by batch: what is being done for it
+        self._look_at: dict[str, float] = {}  # batches with limits, when next: monotonic
         self._plans: dict[str, Plan] = {}  # of batches that were read, until their rows are in
         self._resting: dict[str, float] = {}  # batches that failed, until when: monotonic
         self._stop = threading.Event()
@@ -121,7 +123,9 @@ class BatchKeeper:
             for batch in mine
             if batch.id not in self._resting
         }
-        for batch_id in self._plans.keys() - {batch.id for batch in mine}:
+        open_ids = {batch.id for batch in mine}
+        self._look_at = {each: at for each, at in self._look_at.items() if each in open_ids}
+        for batch_id in self._plans.keys() - open_ids:
             self._plans.pop(batch_id).close()
         busy = False
         for batch_id, work in list(self._works.items()):
@@ -260,8 +264,9 @@ class BatchKeeper:
         return further
 
     def _finalize(self, batch: BatchRecord) -> None:
-        """Once the last row has ended."""
+        """Once the last row has ended, or a limit is reached."""
         if self.read(lambda connection, now: batches.num_open(connection, batch)):
+            self._limit(batch)
             return
 
         def write(connection: Connection, now: float) -> None:
@@ -269,6 +274,21 @@ class BatchKeeper:
             batches.keep(connection, batch, self.name, now=now, values=values)
 
         self._move(write)
+
+    def _limit(self, batch: BatchRecord) -> None:
+        if batch.token_budget is None and batch.max_error_rate is None:
+            return
+        if time.monotonic() < self._look_at.get(batch.id, 0.0):
+            return
+        self._look_at[batch.id] = time.monotonic() + LIMITS_EVERY_S
+        found = self.read(
+            lambda connection, now: batch_progress.progress(connection, batch, now=now)
+        )
+        if (reason := batch_progress.limit_reached(batch, found)) is not None:
+            self._move(
+                lambda connection, now: batches.stop(connection, batch, self.name, reason, now=now)
+            )
+            logger.info("batch %s stopped: %s", batch.id, reason)
 
     def _end_rows(self, batch: BatchRecord) -> Iterator[None]:
         while True:

@@ -38,7 +38,7 @@ async def results(batch_id: str, request: Request, services: Services, tenant: s
     after, limit = query.get("after", -1), query.get("limit", DEFAULT_LIMIT)
 
     def read(connection: Connection, now: float) -> dict[str, Any]:
-        batch = batches.get(connection, batch_id, tenant=tenant)
+        batch = batches.get(connection, batch_id, tenant=tenant, now=now)
         skips = query.get("skip_unfinished", False)
         records = batches.rows_after(
             connection, batch_id, tenant=tenant, after=after, limit=limit, ended=skips
@@ -85,7 +85,7 @@ async def resume(batch_id: str, request: Request, services: Services, tenant: st
     read_query(request, {})
 
     def write(connection: Connection, now: float) -> BatchRecord:
-        return batches.resume(connection, batch_id, tenant=tenant)
+        return batches.resume(connection, batch_id, tenant=tenant, now=now)
 
     record = await known(services.sql.write, batch_id, write)
     services.hints.submitted()
@@ -100,7 +100,7 @@ async def retry_failed(
     read_query(request, {})
 
     def read(connection: Connection, now: float) -> BatchRecord:
-        return batches.get(connection, batch_id, tenant=tenant)
+        return batches.get(connection, batch_id, tenant=tenant, now=now)
 
     batch: BatchRecord = await known(services.sql.read, batch_id, read)
     if batch.closed_at is None:

@@ -21,7 +21,7 @@ from api.services import Services
 from jobs import batches, files, openai, store
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object
-from jobs.records import MAX_PRIORITY, MIN_PRIORITY
+from jobs.records import MAX_DEADLINE_S, MAX_PRIORITY, MIN_PRIORITY
 
 R = TypeVar("R")
 
@@ -45,7 +45,7 @@ class ExpiresAfter(Fields):
 
 
 class NewBatch(Fields):
-    """As OpenAI's call has it; `priority` is ours."""
+    """As OpenAI's call has it; from `priority` on fields are ours."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=256)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
@@ -53,6 +53,9 @@ class NewBatch(Fields):
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = batches.PRIORITY
+    deadline_s: Annotated[int, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
+    token_budget: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    max_error_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 @router.post("/v1/batches")
@@ -70,7 +73,7 @@ async def create(request: Request, services: Services, tenant: str) -> Response:
                 tenant=tenant, now=now, ttl_s=services.settings.idempotency_ttl_s,
             )  # fmt: skip
             if earlier is not None:
-                return batches.get(connection, earlier[0], tenant=tenant), True
+                return batches.get(connection, earlier[0], tenant=tenant, now=now), True
         file = files.get(connection, new.input_file_id, tenant=tenant, now=now)
         if file.purpose != files.BATCH:
             raise BadRequest("the file's purpose must be batch", param="input_file_id")
@@ -94,7 +97,7 @@ async def list_batches(request: Request, services: Services, tenant: str) -> Res
     limit = query.pop("limit", DEFAULT_LIMIT)
 
     def page(connection: Connection, now: float) -> list[BatchRecord]:
-        return batches.list_batches(connection, tenant=tenant, limit=limit + 1, **query)
+        return batches.list_batches(connection, tenant=tenant, limit=limit + 1, now=now, **query)
 
     try:
         found = await services.sql.read(page)
@@ -109,7 +112,7 @@ async def get(batch_id: str, request: Request, services: Services, tenant: str) 
     record = await known(
         services.sql.read,
         batch_id,
-        lambda connection, now: batches.get(connection, batch_id, tenant=tenant),
+        lambda connection, now: batches.get(connection, batch_id, tenant=tenant, now=now),
     )
     return json_response(batch_object(record))
 
@@ -142,7 +145,9 @@ def _record(new: NewBatch, batch_id: str, tenant: str, now: float) -> BatchRecor
         output_ttl_s=None if after is None else after.seconds,
         state=BatchState.VALIDATING,
         created_at=now,
-        expires_at=now + batches.WINDOW_S,
+        expires_at=now + (new.deadline_s or batches.WINDOW_S),
+        token_budget=new.token_budget,
+        max_error_rate=new.max_error_rate,
     )
 
 

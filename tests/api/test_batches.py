@@ -145,3 +145,36 @@ def test_another_tenants_batch_is_not_there(door):  # noqa: F811
     assert door.client.get("/v1/batches").json()["data"] == []
     reply = door.client.get("/v1/batches", params={"after": batch_id})
     assert error_of(reply)["param"] == "after"
+
+
+def test_limits_and_progress_stand_in_the_batch(shop):
+    client, _, turn = shop
+    batch_id = create(client, 4, token_budget=1000, max_error_rate=0.25, deadline_s=60)
+    turn()
+    batch = client.get(f"/v1/batches/{batch_id}").json()
+    assert batch["expires_at"] - batch["created_at"] == 60
+    assert (batch["token_budget"], batch["max_error_rate"]) == (1000, 0.25)
+    assert batch["stop_reason"] is None
+    progress = batch["progress"]
+    assert progress["rows"] == {
+        "total": 4, "waiting": 0, "queued": 4,
+        **dict.fromkeys(("running", "succeeded", "failed", "cancelled", "expired"), 0),
+    }  # fmt: skip
+    assert progress["failures"] == {}
+    [listed] = client.get("/v1/batches").json()["data"]
+    assert listed["progress"]["rows"] == progress["rows"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token_budget", 0), ("max_error_rate", 1), ("max_error_rate", -0.1), ("deadline_s", 0),
+        ("deadline_s", 2_592_001),
+    ],
+)  # fmt: skip
+def test_a_limit_outside_its_bounds_is_named(shop, field, value):
+    client, _, _ = shop
+    make = {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"}
+    reply = client.post("/v1/batches", json=make | {field: value})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == field

@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from jobs import batch_rows, batches, sweep
+from jobs import batch_progress, batch_rows, batches, sweep
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_rows import BatchRow
 from jobs.records import new_job_id
@@ -54,12 +54,15 @@ def test_only_so_many_rows_are_on_the_runway_as_it_has_room_for(large):
     assert len(large.call(sweep.publishable, MODEL, limit=64, now=NOW)) == 64
     large.call(batches.pause, BATCH.id, tenant=DEFAULT_TENANT, now=NOW)
     assert large.call(sweep.publishable, MODEL, limit=64, now=NOW) == []
-    large.call(batches.resume, BATCH.id, tenant=DEFAULT_TENANT)
+    large.call(batches.resume, BATCH.id, tenant=DEFAULT_TENANT, now=NOW)
     assert len(large.call(sweep.publishable, MODEL, limit=64, now=NOW)) == 64
 
 
 INDEXED = {
-    "counts": ("jobs_rows_in", batches.counts, (BATCH.id,), {"tenant": DEFAULT_TENANT}),
+    "rows_in": (
+        "COVERING INDEX jobs_rows_in", batch_progress.rows_in, (BATCH.id,),
+        {"tenant": DEFAULT_TENANT},
+    ),
     "num_open": ("jobs_rows_in", batches.num_open, (BATCH,), {}),
     "rows_after": (
         "jobs_row", batches.rows_after, (BATCH.id,),

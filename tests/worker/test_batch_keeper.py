@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jobs import batches, claims, file_store, files, finishing, webhooks
-from jobs.batch_record import BatchRecord, BatchState
+from jobs import batch_progress, batches, claims, file_store, files, finishing, webhooks
+from jobs.batch_record import BatchRecord, BatchState, StopReason
 from jobs.batches import LostBatch
 from jobs.claims import Held
 from jobs.database import Database
@@ -60,18 +60,19 @@ class Shop:
         self.call(files.add, record)
         return file_id
 
-    def create(self, data: bytes, *, window_s=86_400.0) -> str:
+    def create(self, data: bytes, *, window_s=86_400.0, **limits) -> str:
         batch_id = batches.new_batch_id()
         record = BatchRecord(
             id=batch_id, tenant_id=TENANT, endpoint="/v1/completions",
             input_file_id=self.upload(data), metadata=None, priority=-5, output_ttl_s=None,
             state=BatchState.VALIDATING, created_at=self.now, expires_at=self.now + window_s,
+            **limits,
         )  # fmt: skip
         self.call(batches.create, record)
         return batch_id
 
     def get(self, batch_id: str) -> BatchRecord:
-        return self.call(batches.get, batch_id, tenant=TENANT)
+        return self.call(batches.get, batch_id, tenant=TENANT, now=self.now)
 
     def cancel(self, batch_id: str) -> BatchRecord:
         return self.call(batches.cancel, batch_id, tenant=TENANT, now=self.now)
@@ -415,12 +416,75 @@ def test_another_tenants_batch_is_not_there(shop):
     batch_id = shop.create(data(2))
     shop.turn()
     for call in (
-        lambda: shop.call(batches.get, batch_id, tenant="globex"),
+        lambda: shop.call(batches.get, batch_id, tenant="globex", now=0.0),
         lambda: shop.call(batches.cancel, batch_id, tenant="globex", now=shop.now),
-        lambda: shop.call(batches.list_batches, tenant="globex", limit=1, after=batch_id),
+        lambda: shop.call(batches.list_batches, tenant="globex", limit=1, after=batch_id, now=0.0),
     ):
         with pytest.raises(batches.UnknownBatch):
             call()
-    assert shop.call(batches.list_batches, tenant="globex", limit=10) == []
+    assert shop.call(batches.list_batches, tenant="globex", limit=10, now=0.0) == []
     assert shop.call(batches.rows_after, batch_id, tenant="globex", after=-1, limit=9) == []
-    assert shop.call(batches.counts, batch_id, tenant="globex") == {}
+    assert shop.call(batch_progress.rows_in, batch_id, tenant="globex") == {}
+
+
+def test_a_token_budget_ends_what_is_left_and_says_so(shop):
+    batch_id = shop.create(data(100), token_budget=200)
+    shop.turn()
+    shop.run(batch_id, num=39)  # 5 tokens each
+    shop.turn()
+    assert shop.get(batch_id).state == "in_progress"
+    shop.run(batch_id, num=1)
+    shop.keeper._look_at.clear()
+    shop.turn()
+    batch = shop.get(batch_id)
+    assert (batch.stop_reason, batch.num_completed) == ("token_budget", 40)
+    output, errors = assert_closed(shop, batch_id, 100, "cancelled")
+    assert (len(output), len(errors)) == (40, 60)
+    assert {line["error"]["code"] for line in errors} == {"batch_stopped"}
+    assert "200" in errors[0]["error"]["message"]
+    assert batch.progress["tokens"]["completion_tokens"] == 80
+    assert batch.progress["rows"]["cancelled"] == 60
+
+
+def test_an_error_rate_ends_a_batch_only_when_enough_rows_have_ended(shop):
+    batch_id = shop.create(data(100), max_error_rate=0.5)
+    shop.turn()
+    shop.run(batch_id, num=19, state=JobState.FAILED)
+    shop.turn()
+    assert shop.get(batch_id).state == "in_progress"
+    shop.run(batch_id, num=1, state=JobState.SUCCEEDED)
+    shop.keeper._look_at.clear()
+    shop.turn()
+    batch = shop.get(batch_id)
+    assert (batch.state, batch.stop_reason) == ("cancelled", "error_rate")
+    assert batch.progress["failures"] == {"poisoned": 19}
+
+
+def test_rows_that_are_no_jobs_yet_when_a_batch_is_stopped_are_marked_alike(shop):
+    batch_id = shop.create(data(1300), token_budget=1)
+    while shop.get(batch_id).num_inserted == 0:
+        shop.keeper.round()
+    batch = shop.get(batch_id)
+    shop.call(batches.stop, batch, shop.keeper.name, StopReason.TOKEN_BUDGET, now=shop.now)
+    shop.turn()
+    _, errors = assert_closed(shop, batch_id, 1300, "cancelled")
+    assert {line["error"]["code"] for line in errors} == {"batch_stopped"}
+
+
+def test_progress_is_counted_from_rows_while_they_run_and_kept_at_the_end(shop):
+    batch_id = shop.create(data(100))
+    shop.turn()
+    before = shop.get(batch_id).progress
+    assert (before["rows"]["queued"], before["eta_s"]) == (100, None)
+    shop.run(batch_id, num=50)
+    shop.run(batch_id, num=1, state=JobState.FAILED)
+    now = shop.get(batch_id).progress
+    assert (now["rows"]["succeeded"], now["rows"]["failed"], now["rows"]["queued"]) == (50, 1, 49)
+    assert now["tokens"]["completion_tokens"] == 100
+    assert now["failures"] == {"poisoned": 1}
+    assert now["tokens_per_s"] == pytest.approx(100 / now["elapsed_s"], rel=0.01)
+    assert 0 < now["eta_low_s"] < now["eta_s"] < now["eta_high_s"]
+    shop.run(batch_id)
+    shop.turn()
+    after = shop.get(batch_id).progress
+    assert (after["rows"]["succeeded"], after["rows"]["total"], after["eta_s"]) == (99, 100, None)
