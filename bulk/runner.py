@@ -61,6 +61,7 @@ class Progress:
     repaired: int = 0  # tries that another one followed
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    answered: int = 0  # by the service, and not looked at: one before them has not ended
 
     @property
     def done(self) -> int:
@@ -123,13 +124,14 @@ class Runner:
             wanted = self._state.fact("wanted") or "run"
             self.steer(service, wanted)
             moved = wanted == "run" and self._begin(service)
+            self.progress.answered = 0
             for batch in self._state.open_batches():
                 moved = self._follow(service, batch) or moved
             if moved:
                 self._settled()
                 self._tell()
             elif not self._state.open_batches() and (
-                wanted == "cancel" or not self._state.num_planned()
+                wanted == "cancel" or not self._state.num_planned() or self._limits() is None
             ):
                 return
             else:
@@ -191,7 +193,10 @@ class Runner:
                 began = True
         while True:
             num_open, num_planned = len(self._state.open_batches()), self._state.num_planned()
-            if num_open >= MAX_BATCHES or num_planned < (LEAST_TRIES if num_open else 1):
+            most = MAX_BATCHES if self._spec.limits.tokens is None else 1  # they share what is left
+            if num_open >= most or num_planned < (LEAST_TRIES if num_open else 1):
+                return began
+            if self._limits() is None:
                 return began
             self._send(service, self._state.begin_batch(uuid.uuid4().hex, BATCH_TRIES))
             began = True
@@ -205,8 +210,31 @@ class Runner:
             file_id = service.upload(path)
             self._state.sent(batch.number, file_id=file_id)
             path.unlink()
-        sent = service.create(file_id, url, key=batch.key, priority=self._spec.priority)
+        fact = f"fields of batch {batch.number}"
+        fields = self._state.fact(fact)  # the same each time: it is created once
+        if fields is None:
+            fields = {"priority": self._spec.priority, **(self._limits() or {"deadline_s": 1})}
+            self._state.note(**{fact: fields})
+        sent = service.create(file_id, url, key=batch.key, **fields)
         self._state.sent(batch.number, batch_id=sent["id"])
+
+    def _limits(self) -> dict[str, Any] | None:
+        """What is left of them, as a new batch's fields; None: nothing."""
+        limits, fields = self._spec.limits, dict[str, int | float]()
+        if limits.tokens is not None:
+            spent = self.progress.prompt_tokens + self.progress.completion_tokens
+            fields["token_budget"] = limits.tokens - spent
+        if limits.deadline_s is not None:
+            began = self._state.fact("began_at")
+            if began is None:
+                began = time.time()
+                self._state.note(began_at=began)
+            fields["deadline_s"] = int(began + limits.deadline_s - time.time())
+        if any(left < 1 for left in fields.values()):
+            return None
+        if limits.error_rate is not None:
+            fields["max_error_rate"] = limits.error_rate
+        return fields
 
     def _write(self, path: Path, number: int) -> int:
         """How many tries have their line: as many as one file may have bytes."""
@@ -256,9 +284,14 @@ class Runner:
         lines, more = service.results(batch.batch_id, batch.num_seen, skip=ended)
         done = ended and not (more and lines)
         results = [self._result(line) for line in lines]
+        counts = now.get("request_counts") or {"completed": 0, "failed": 0}
+        num_told = batch.num_seen + len(lines)
+        self.progress.answered += max(0, counts["completed"] + counts["failed"] - num_told)
         if done:
             heard = {(each.row, each.sample, each.round) for each in results}
             results += list(self._unheard(batch, heard, now["status"]))
+        if done and now.get("stop_reason"):
+            self._state.note(wanted="cancel")
         if not results and not done:
             return False
         num_seen = lines[-1]["row"] + 1 if lines else batch.num_seen

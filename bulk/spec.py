@@ -73,6 +73,14 @@ class Output(_Strict, frozen=True):
     details: Name = "generation"  # the column of what is known about the output
 
 
+class Limits(_Strict, frozen=True):
+    """Where a dataset stops before its end."""
+
+    tokens: Annotated[int, Meta(ge=1, le=2**53)] | None = None  # prompts and outputs, all rounds
+    error_rate: Annotated[float, Meta(ge=0, lt=1)] | None = None  # failed of ended, in a batch
+    deadline_s: Annotated[int, Meta(ge=1, le=30 * 86_400)] | None = None  # since its first batch
+
+
 class Spec(_Strict, frozen=True):
     model: Name
     input: Input
@@ -86,6 +94,7 @@ class Spec(_Strict, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=2**62)] = 0
     validate: Annotated[list[Check], Meta(max_length=50)] = []
     repair: Repair = Repair()
+    limits: Limits = Limits()
     priority: Annotated[int, Meta(ge=-10, le=10)] = -5
 
 
@@ -113,8 +122,10 @@ def read_spec(path: Path) -> Spec:
 
 
 def digest(spec: Spec) -> str:
-    """Of what decides the rows that come out."""
-    text = json.dumps(msgspec.to_builtins(spec), sort_keys=True)
+    """Of what decides the rows that come out: limits may be raised, and the same dataset go on."""
+    fields = msgspec.to_builtins(spec)
+    del fields["limits"], fields["priority"]
+    text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

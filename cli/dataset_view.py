@@ -39,10 +39,10 @@ class View:
         is_reading = progress.phase == "reading"
         if not is_reading:
             tokens = progress.prompt_tokens + progress.completion_tokens
-            self._pace.mark(time.monotonic(), progress.done, tokens)
+            self._pace.mark(time.monotonic(), progress.done + progress.answered, tokens)
         self._bars.update(
             self._task, description=progress.phase, said=said(progress, self._pace),
-            completed=progress.total if is_reading else progress.done,
+            completed=progress.total if is_reading else progress.done + progress.answered,
             total=None if is_reading else progress.total,
         )  # fmt: skip
 
@@ -53,7 +53,7 @@ def said(progress: Progress, pace: Pace) -> str:
         parts.append(f"{progress.completion_tokens:,} tokens out")
     if (tokens_per_s := pace.tokens_per_s()) is not None:
         parts.append(f"{tokens_per_s:,.0f} tokens/s")
-    if (left_s := pace.left_s(progress.total - progress.done)) is not None:
+    if (left_s := pace.left_s(progress.total - progress.done - progress.answered)) is not None:
         parts.append(f"{shown_s(left_s[0])} to {shown_s(left_s[1])} left")
     if progress.repaired:
         parts.append(f"{progress.repaired} asked again")

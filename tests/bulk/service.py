@@ -48,7 +48,8 @@ class StandIn:
             assert {line["url"] for line in lines} == {endpoint}
             self.by_key[key] = name
             self.batches[name] = {
-                "id": name, "status": "in_progress", "lines": lines, "done": [], "errors": None
+                "id": name, "status": "in_progress", "lines": lines, "done": [], "errors": None,
+                "fields": fields,
             }  # fmt: skip
         self._called()
         return self.batches[self.by_key[key]]

@@ -6,7 +6,7 @@ from contextlib import closing
 
 from bulk.outputs import Outputs
 from bulk.runner import Runner
-from bulk.spec import Check, Input, Length, Output, Repair, Spec, read_spec
+from bulk.spec import Check, Input, Length, Limits, Output, Repair, Spec, read_spec
 from bulk.workplace import Workplace
 from tests.bulk.service import StandIn
 from tests.conftest import REPOSITORY
@@ -33,5 +33,5 @@ def test_the_page_s_example_runs(tmp_path):
 
 
 def test_the_page_names_every_field_of_a_spec():
-    for struct in (Spec, Input, Output, Repair, Check, Length):
+    for struct in (Spec, Input, Output, Repair, Check, Length, Limits):
         assert [name for name in struct.__struct_fields__ if name not in PAGE] == []

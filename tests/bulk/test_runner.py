@@ -183,6 +183,33 @@ def test_paused_nothing_is_begun_and_cancelled_what_is_done_stays(place, monkeyp
     assert samples["delivered"] + samples["failed"] + samples["planned"] == 20
 
 
+def test_limits_are_the_batches_and_what_is_left_of_them(place, monkeypatch):
+    monkeypatch.setattr(running, "BATCH_TRIES", 4)
+    folder = place(samples=1, limits={"tokens": 150, "error_rate": 0.5, "deadline_s": 1000})
+    service = StandIn(lambda body: "x" * 10)
+    manifest = make(folder, service)
+    given = [batch["fields"] for batch in service.batches.values()]
+    assert [fields["token_budget"] for fields in given] == [150, 70]
+    assert {fields["max_error_rate"] for fields in given} == {0.5}
+    assert all(990 < fields["deadline_s"] <= 1000 for fields in given)
+    assert (manifest["samples"]["delivered"], manifest["samples"]["planned"]) == (8, 2)
+    assert not manifest["complete"]
+
+
+def test_a_batch_that_the_service_stops_ends_the_dataset(place, monkeypatch):
+    monkeypatch.setattr(running, "BATCH_TRIES", 4)
+    folder = place(samples=1, limits={"error_rate": 0.1})
+    service = StandIn()
+
+    def stopped(batch_id):
+        return service.batches[batch_id] | {"status": "cancelled", "stop_reason": "error_rate"}
+
+    service.batch = stopped
+    manifest = make(folder, service)
+    assert manifest["samples"]["failed"] == 4
+    assert manifest["samples"]["planned"] == 6
+
+
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_each_format_keeps_the_input_s_columns(place, form):
     rows = [{"i": 1, "tags": ["a"], "mixed": 1}, {"i": 2.5, "mixed": {"x": []}}, {"i": None}]
