@@ -213,7 +213,11 @@ class Runner:
         fact = f"fields of batch {batch.number}"
         fields = self._state.fact(fact)  # the same each time: it is created once
         if fields is None:
-            fields = {"priority": self._spec.priority, **(self._limits() or {"deadline_s": 1})}
+            left = self._limits()  # nothing is left where a run before this one spent it
+            fields = {
+                "priority": self._spec.priority,
+                **({"deadline_s": 1} if left is None else left),
+            }
             self._state.note(**{fact: fields})
         sent = service.create(file_id, url, key=batch.key, **fields)
         self._state.sent(batch.number, batch_id=sent["id"])

@@ -59,7 +59,9 @@ def lines(folder, pattern="data-*.jsonl"):
 
 def test_each_sample_has_its_line_in_order(place):
     folder = place()
-    manifest = make(folder, StandIn())
+    service = StandIn()
+    manifest = make(folder, service)
+    assert [batch["fields"] for batch in service.batches.values()] == [{"priority": -5}]
     rows = lines(folder)
     assert [(row["i"], row["generation"]["sample"]) for row in rows] == [
         (i, sample) for i in range(10) for sample in (0, 1)

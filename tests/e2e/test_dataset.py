@@ -10,7 +10,7 @@ import pytest
 
 from bulk.state import State
 from cli.client import Client
-from tests.e2e.conftest import TOKENMILL, wait_until
+from tests.e2e.conftest import TOKENMILL, environment, wait_until
 
 NUM_ROWS = 30
 SPEC = {
@@ -212,6 +212,23 @@ def steer(tmp_path, up, run):
     assert rows
     assert {each["kind"] for each in rejects} == {"batch_cancelled"}
     assert len(rows) + len(rejects) == 4000
+
+
+@pytest.mark.long
+def test_without_a_service_it_brings_one_and_goes_on_after_a_kill(made, tmp_path, tiny_llama_dir):
+    place(tmp_path)
+    environ = environment(tmp_path / "data", threads=1, kernels="reference", beat_s=0.3, lease_s=3)
+    command = [*TOKENMILL, "dataset", "run", tmp_path / "spec.yaml"]
+    command += ["--model", f"tiny={tiny_llama_dir}"]
+    with (tmp_path / "command.log").open("wb") as log:
+        run = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=log, stderr=log)
+    state = tmp_path / "out" / ".tokenmill" / "state.sqlite"
+    wait_until(lambda: state.exists() and num_delivered(tmp_path) > 5, 200)
+    run.kill()
+    run.wait()
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert texts(delivered(tmp_path)) == texts(delivered(made))
 
 
 @pytest.mark.long

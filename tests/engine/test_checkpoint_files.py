@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from engine.chat_template import ChatTemplateError
-from engine.checkpoint_files import MAX_SHOWN, shown
+from engine.checkpoint_files import MAX_SHOWN, fingerprint, shown
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import TokenizerError
 from engine.weights import Checkpoint, CheckpointError, OutsideFolderError, resolve_folder
@@ -223,3 +223,23 @@ def test_sizes_that_the_tensors_do_not_have_are_refused_before_there_is_memory_f
 def test_a_value_in_a_message_is_cut():
     assert shown("x" * 10_000) == "'" + "x" * (MAX_SHOWN - 1) + "…"
     assert shown([1, "a"]) == "[1, 'a']"
+
+
+def test_a_fingerprint_is_that_of_weights_settings_and_template(tmp_path):
+    def made(**changes):
+        files = {"model.safetensors": b"w" * 3_000_000, "config.json": b"{}", "notes.txt": b""}
+        for name, content in (files | changes).items():
+            (tmp_path / name).write_bytes(content)
+        return fingerprint(tmp_path)
+
+    one = made()
+    assert made() == one
+    assert made(**{"notes.txt": b"x", "origin.json": b"when it was fetched"}) == one
+    others = {
+        made(**{"model.safetensors": b"w" * 2_999_999 + b"x"}),
+        made(**{"config.json": b'{"a": 1}'}),
+        made(**{"chat_template.jinja": b"x"}),
+    }
+    assert len(others | {one}) == 4
+    weights = tmp_path / "model.safetensors"
+    assert fingerprint(weights) == fingerprint(weights) != one
