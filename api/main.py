@@ -66,8 +66,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM, then return.
+def run(settings: Settings, listening: socket.socket | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, then return: on a socket of our own, or one that is given.
 
     Raises door.UnreadableModel, or SystemExit if the start fails otherwise.
     """
@@ -79,7 +79,7 @@ def run(settings: Settings) -> None:
         # would end the process as killed by a signal, where it has ended in good order
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signal_number, _ignore)
-    server.run()
+    server.run(None if listening is None else [listening])
     if not server.started:
         raise SystemExit(1)
 

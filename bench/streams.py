@@ -244,11 +244,12 @@ async def submits(url: str, rate: float, seconds: float, pollers: int) -> Any:
 
 
 @contextlib.contextmanager
-def api(environ: dict[str, str]) -> Iterator[str]:
-    """A real API process."""
+def api(environ: dict[str, str], processes: int) -> Iterator[str]:
+    """A real API, of one process or several."""
     port = free_port()
     environ = {**os.environ, **environ, "TOKENMILL_PORT": str(port)}
-    process = subprocess.Popen([sys.executable, "-m", "cli.main", "api"], env=environ)
+    command = [sys.executable, "-m", "cli.main", "api", "--processes", str(processes)]
+    process = subprocess.Popen(command, env=environ)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -270,6 +271,7 @@ def main() -> None:
     parser.add_argument("--submits", type=float, default=0.0, help="submissions a second")
     parser.add_argument("--pollers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--processes", type=int, default=1, help="of the API")
     parser.add_argument("--database-url")
     parser.add_argument("--model", required=True, help="a model's folder, for its tokenizer")
     asked = parser.parse_args()
@@ -285,8 +287,10 @@ def main() -> None:
             "TOKENMILL_DATA_DIR": str(folder),
         }
         settings = Settings.from_env(environ)
-        url = stack.enter_context(api(environ))
-        result: dict[str, Any] = {"database": settings.database_url.split(":")[0]}
+        url = stack.enter_context(api(environ, asked.processes))
+        result: dict[str, Any] = {
+            "database": settings.database_url.split(":")[0], "processes": asked.processes,
+        }  # fmt: skip
         if asked.streams:
             work = streams(url, settings, asked.streams, asked.seconds, asked.rate)
             result["sse"] = asyncio.run(work)

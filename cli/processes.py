@@ -5,6 +5,7 @@ the other way round.
 """
 
 import signal
+import socket
 import sys
 import threading
 
@@ -17,16 +18,30 @@ from cli.options import environment, settings_of
 @click.command()
 @click.option("--host", help="Address to listen on (TOKENMILL_HOST).")
 @click.option("--port", type=int, help="Port to listen on (TOKENMILL_PORT).")
-def api(host: str | None, port: int | None) -> None:
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="So many that listen on the one port: each takes a core at most.",
+)
+@click.option("--listen-fd", type=int, hidden=True, help="A socket that listens already.")
+def api(host: str | None, port: int | None, processes: int, listen_fd: int | None) -> None:
     """Run the HTTP API until SIGTERM."""
-    settings = settings_of(environment(host=host, port=port))
-    if (taken := port_holder(settings.host, settings.port)) is not None:
+    environ = environment(host=host, port=port)
+    settings = settings_of(environ)
+    listening = None if listen_fd is None else socket.socket(fileno=listen_fd)
+    if listening is None and (taken := port_holder(settings.host, settings.port)) is not None:
         raise click.ClickException(taken)
+    if processes > 1:
+        from cli.api_processes import run_several
+
+        run_several(environ, settings, processes)
+        return
     from api.door import UnreadableModel
     from api.main import run
 
     try:
-        run(settings)
+        run(settings, listening)
     except UnreadableModel as error:
         raise click.ClickException(str(error)) from None
 
