@@ -1,6 +1,5 @@
 """What is asked in a later round: the row again, with a new seed, or with the error before it."""
 
-from bulk.prompts import Prompt
 from bulk.requests import Asked, Requests, seed_of
 from bulk.spec import Spec
 from bulk.state import State, Try
@@ -17,9 +16,7 @@ def asked(spec: Spec, requests: Requests, state: State, each: Try) -> Asked:
     refused = before[1]
     if refused.output is None:  # it was not the answer that failed
         return first
-    message = Prompt(spec.repair.message, "repair.message").render(
-        {"error": refused.reason, "output": refused.output, **each.values}
-    )
+    message = requests.objection(each.values, error=refused.reason or "", output=refused.output)
     return Asked(
         first.url,
         first.body | {

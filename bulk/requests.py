@@ -30,6 +30,7 @@ class Requests:
         self._spec = spec
         self._prompt = None if spec.prompt is None else Prompt(spec.prompt, "prompt")
         self._system = None if spec.system is None else Prompt(spec.system, "system")
+        self._repair = Prompt(spec.repair.message, "repair.message")
 
     def check(self, row: Row) -> None:
         """Raises InputError with the row's place, where the endpoint would refuse it."""
@@ -37,6 +38,8 @@ class Requests:
             asked = self.of(row.values, seed=0)
             options = openai.parse(asked.url, asked.body).options
             params_of(options, max_tokens=1)
+            if self._spec.repair.how == "show_error":
+                self.objection(row.values, error="", output="")
         except (InputError, BodyError, ParameterError) as error:
             raise InputError(f"{row.place}: {error}") from None
 
@@ -56,6 +59,10 @@ class Requests:
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
         return Asked(spec.endpoint, {**body, "messages": messages})
+
+    def objection(self, values: Mapping[str, Any], *, error: str, output: str) -> str:
+        """What is said to the model of an answer that was refused. Raises InputError."""
+        return self._repair.render({**values, "error": error, "output": output})
 
     def parameters(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those a row was asked with, but for its seed."""

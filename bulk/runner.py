@@ -338,9 +338,7 @@ class Runner:
 
     def _result(self, line: dict[str, Any]) -> Result:
         row, sample, round_ = map(int, line["custom_id"].split("-"))
-        found = self._state.one(row, sample, round_)
-        assert found is not None, line["custom_id"]
-        asked = found[0]
+        asked = self._state.try_of(row, sample, round_)
         seed = seed_of(self._spec.seed, row, sample, round_)
         details = {"seed": seed, "attempt": line.get("attempt"), **(line.get("timings") or {})}
         response, error = line["response"], line["error"]

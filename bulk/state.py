@@ -187,11 +187,13 @@ class State:
         """A batch's tries that have no result, in the order of its file."""
         return self._tries("t.state = 'asked' AND t.batch = ? ORDER BY t.place", number)
 
+    def try_of(self, row: int, sample: int, round_: int) -> Try:
+        where = "t.row = ? AND t.sample = ? AND t.round = ?"
+        return next(self._tries(where, row, sample, round_))
+
     def one(self, row: int, sample: int, round_: int) -> tuple[Try, Result] | None:
         where = "t.row = ? AND t.sample = ? AND t.round = ?"
-        asked = next(self._tries(where, row, sample, round_), None)
-        found = next(self._results(where, row, sample, round_), None)
-        return None if asked is None or found is None else (asked, found[1])
+        return next(self._results(where, row, sample, round_), None)
 
     def last_round(self, row: int, sample: int) -> int | None:
         query = "SELECT max(round) FROM tries WHERE row = ? AND sample = ?"

@@ -74,6 +74,11 @@ def test_a_row_that_cannot_be_asked_is_told_with_its_place(tmp_path):
         (GOOD + "row_parameters: {top_k: k}\n", {"word": "x", "k": "z"}, "top_k must be"),
         (GOOD.replace("word", "word.__class__"), {"word": "x"}, "its sandbox forbids"),
         (GOOD.replace("word", "word / 0"), {"word": 1}, "division by zero"),
+        (
+            GOOD + "repair: {how: show_error, message: '{{ eror }}'}\n",
+            {"word": 1},
+            "repair.message cannot be made: 'eror' is undefined",
+        ),
     ):
         with pytest.raises(InputError) as caught:
             Requests(spec_of(tmp_path, text)).check(Row(0, "in.csv line 3", values))
