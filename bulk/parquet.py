@@ -47,9 +47,18 @@ def write_parquet(path: Path, records: Iterable[Record], schema: pa.Schema) -> i
                 for record in some:
                     if record.get(name) is not None:
                         record[name] = json.dumps(record[name], ensure_ascii=False)
-            writer.write_table(pa.Table.from_pylist(some, schema=schema))
+            columns = [
+                _column([record.get(field.name) for record in some], field.type) for field in schema
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             num += len(some)
     return num
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_floating(kind):  # Arrow takes no integer that is none of its floats
+        values = [None if value is None else float(value) for value in values]
+    return pa.array(values, kind)
 
 
 def _has_no_fields(kind: pa.DataType) -> bool:

@@ -91,7 +91,8 @@ def text_of(choice: Mapping[str, Any]) -> str:
     """What a choice of either endpoint says."""
     message = choice.get("message")
     text = choice["text"] if message is None else message.get("content")
-    return text or ""
+    # half a surrogate pair is no text that a file can hold
+    return (text or "").encode(errors="surrogatepass").decode(errors="replace")
 
 
 def seed_of(spec_seed: int, row: int, sample: int, round_: int) -> int:

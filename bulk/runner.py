@@ -120,6 +120,8 @@ class Runner:
     def run(self, service: Service) -> None:
         """Until all samples have ended, or it is cancelled. Raises DatasetError."""
         self.count()
+        for left in self._work.glob("requests-*.jsonl"):  # of a run that died
+            left.unlink()
         while True:
             wanted = self._state.fact("wanted") or "run"
             self.steer(service, wanted)
