@@ -235,6 +235,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder,
         database_url(options.postgres, Path(folder)) as url,
     ):
+        migrations.upgrade(url)
         port, log = free_port(), Path(folder, "up.log")
         command = [sys.executable, "-m", "cli.main", "up", "--port", str(port)]
         command += ["--data-dir", str(Path(folder, "data")), "--model", f"{MODEL}={options.model}"]
