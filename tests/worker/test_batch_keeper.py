@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
+from sqlalchemy import update
 
 from jobs import batch_progress, batches, claims, file_store, files, finishing, webhooks
 from jobs.batch_record import BatchRecord, BatchState, StopReason
@@ -16,6 +17,7 @@ from jobs.database import Database
 from jobs.files import FileRecord
 from jobs.finishing import JobResult
 from jobs.lifecycle import JobState
+from jobs.models import batches as batches_table
 from jobs.models import tenants
 from jobs.records import WorkerInfo
 from jobs.settings import ModelEntry, Settings
@@ -488,3 +490,29 @@ def test_progress_is_counted_from_rows_while_they_run_and_kept_at_the_end(shop):
     shop.turn()
     after = shop.get(batch_id).progress
     assert (after["rows"]["succeeded"], after["rows"]["total"], after["eta_s"]) == (99, 100, None)
+
+
+def test_rows_run_as_planned_and_come_back_as_in_the_file_whoever_read_it(shop, monkeypatch):
+    """A keeper that dies in the midst of a plan is followed by one that makes the same plan."""
+    monkeypatch.setattr(batch_keeper, "ROWS", 16)
+    lines = []
+    for i in range(60):
+        line = json.loads(row(i))
+        line["body"]["max_tokens"] = (1, 16, 256)[i % 3]
+        lines.append(json.dumps(line).encode() + b"\n")
+    batch_id = shop.create(b"".join(lines))
+    while shop.get(batch_id).num_inserted < 20:
+        shop.keeper.round()
+    first = [each.row_number for each in shop.rows(batch_id)]
+    assert {number % 3 for number in first} == {2, 1}, "the longest are there first"
+    assert sum(number % 3 == 2 for number in first) == 20
+    shop.keeper = shop.another_keeper()
+    with shop.database.begin() as connection:
+        connection.execute(update(batches_table).values(keeper=None, keeper_until=None))
+    shop.turn()
+    rows = sorted(shop.rows(batch_id), key=lambda each: each.created_at)
+    assert [each.row_number % 3 for each in rows] == [2] * 20 + [1] * 20 + [0] * 20
+    assert [each.row_number for each in rows[:20]] == list(range(2, 60, 3))
+    shop.run(batch_id)
+    shop.turn()
+    assert_closed(shop, batch_id, 60)

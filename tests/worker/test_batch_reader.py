@@ -191,3 +191,58 @@ def test_what_a_response_cannot_have_in_a_batch_is_refused(name):
     body = {"model": "tiny", "input": "hi", name: "resp_1" if name.startswith("p") else True}
     line = json.dumps({"custom_id": "1", "url": "/v1/responses", "body": body}).encode()
     assert made(line, "/v1/responses").error["param"] == name
+
+
+@pytest.mark.long
+def test_a_line_of_a_gigabyte_is_an_error_in_little_memory(tmp_path):
+    path = tmp_path / "rows"
+    with path.open("wb") as file:
+        file.write(row("1") + b"\n")
+        for _ in range(1024):
+            file.write(b"x" * (1 << 20))
+        file.write(b"\n" + row("2") + b"\n")
+    tracemalloc.start()
+    with path.open("rb") as file:
+        found = Reading(file, BATCH, SETTINGS, Plan())
+        while found.step(1000):
+            pass
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert [(each["code"], each["line"]) for each in found.errors] == [("line_too_long", 2)]
+
+
+@pytest.mark.parametrize(
+    "num",
+    [pytest.param(100_000, id="short"), pytest.param(10**7, id="whole", marks=pytest.mark.long)],
+)
+def test_any_number_of_tiny_lines_ends_at_the_most_rows_or_says_nothing(num):
+    """Blank ones are passed over; of others no more are read than a batch may have."""
+
+    class Lines(io.RawIOBase):
+        def __init__(self, line, num):
+            self.line, self.left = line, num
+
+        def readable(self):
+            return True
+
+        seekable = readable
+
+        def seek(self, offset, whence=0):
+            return offset
+
+        def readinto(self, buffer):
+            size = min(len(buffer) // len(self.line), self.left)
+            buffer[: size * len(self.line)] = self.line * size
+            self.left -= size
+            return size * len(self.line)
+
+    def read(line):
+        found = Reading(io.BufferedReader(Lines(line, num)), BATCH, SETTINGS, Plan())
+        while found.step(1000):
+            pass
+        return [(each["code"], each["line"]) for each in found.errors]
+
+    assert read(b"\r\n") == [("empty_file", None)]
+    faults = read(b"{}\n")
+    assert len(faults) == 1000
+    assert faults[-1] in (("too_many_rows", 1001), ("invalid_custom_id", 1000))
