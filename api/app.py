@@ -180,7 +180,7 @@ def _wire(settings: Settings) -> Services:
     return Services(
         settings=settings,
         door=door,
-        waiters=Waiters(settings.max_waiters),
+        waiters=Waiters(settings.max_waiters, presenter.seconds_for_next),
         hints=Hints(settings, database, make_app(settings)),
         bodies=BodyReader(settings.max_body_bytes, budget_bytes=settings.body_memory_bytes),
         sql=sql,

@@ -328,6 +328,7 @@ REPLIES: dict[str, Schema] = {
     "Tenants": _list(ref("Tenant")),
     "Endpoint": _record(**_ENDPOINT),
     "EndpointWithSecret": _record(**_ENDPOINT, signing_secret=TEXT),
+    "EventTypes": _list(TEXT),
     "Endpoints": _page(ref("Endpoint")),
     "EndpointDeleted": _deleted("webhook_endpoint.deleted"),
     "Delivery": _record(

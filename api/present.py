@@ -46,6 +46,10 @@ class Presenter:
         seen = self._forecasts.get(model or "")
         return 1.0 if seen is None else seen.seconds_for(num_jobs)
 
+    def seconds_for_next(self) -> float:
+        """About how long until a job of any model leaves its queue; 1 where nobody knows."""
+        return min((seen.seconds_for(1) for seen in self._forecasts.values()), default=1.0)
+
     def _forecast(
         self, connection: Connection, model: str, records: Sequence[JobRecord], now: float
     ) -> Forecast:

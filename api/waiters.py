@@ -8,7 +8,7 @@ which of the jobs waited for have ended.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from sqlalchemy import Connection
@@ -24,8 +24,10 @@ REREAD_S = 1.0
 class Waiters:
     """Belongs to the event loop's thread."""
 
-    def __init__(self, max_waiters: int) -> None:
+    def __init__(self, max_waiters: int, until_next_s: Callable[[], float] = lambda: 1.0) -> None:
+        """`until_next_s`: about how long until a job ends, and so makes room for a waiter."""
         self.max_waiters = max_waiters
+        self._until_next_s = until_next_s
         self.num_waiters = 0
         self.closing = False
         self._events: dict[str, set[asyncio.Event]] = {}
@@ -50,7 +52,11 @@ class Waiters:
 
     def check_room(self) -> None:
         if self.num_waiters >= self.max_waiters:
-            raise Overloaded(f"more than {self.max_waiters} clients wait", code="overloaded")
+            raise Overloaded(
+                f"more than {self.max_waiters} clients wait",
+                code="overloaded",
+                retry_after_s=self._until_next_s(),
+            )
 
     def wake(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:

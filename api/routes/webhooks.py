@@ -1,5 +1,6 @@
 """Where a tenant's events go, and the log of what was sent: /v1/webhook_endpoints…"""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -11,10 +12,10 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.errors import BadRequest, NotFound, json_response
+from api.errors import ApiError, BadRequest, NotFound, Unavailable, json_response
 from api.fields import read_object
 from api.present import list_object
-from api.query import integer, read_query
+from api.query import integer, read_query, text
 from api.routing import Router
 from api.services import Services
 from jobs import webhooks
@@ -29,26 +30,30 @@ EventName = Literal[
 ]  # fmt: skip
 assert set(get_args(EventName)) == set(EventType) - {EventType.PING}
 
+MAX_ENDPOINTS = 100  # in one page
+SWEEPER_S = 5.0  # until a sweeper has taken a delivery up
+LOOK_S = 0.25  # between two looks at it
+LIST_QUERY = {"limit": integer(1, MAX_ENDPOINTS), "after": text}
 DELIVERIES_QUERY = {"limit": integer(1, MAX_DELIVERIES_LISTED)}
 
 router = Router()
 
 
-def _url(text: str) -> str:
+def _url(given: str) -> str:
     """What can be known of a URL without asking for its name; the rest is checked at each try."""
     wrong = PydanticCustomError(
         "url", "must be an http or https URL of a host, without user or fragment"
     )
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(given)
         _ = parts.port
     except ValueError:
         raise wrong from None
-    plain = text.isascii() and text.isprintable() and " " not in text and "\\" not in text
-    odd = parts.username is not None or parts.password is not None or "#" in text
+    plain = given.isascii() and given.isprintable() and " " not in given and "\\" not in given
+    odd = parts.username is not None or parts.password is not None or "#" in given
     if not plain or odd or parts.scheme not in ("http", "https") or not parts.hostname:
         raise wrong
-    return text
+    return given
 
 
 class Fields(BaseModel):
@@ -77,6 +82,14 @@ class EndpointChanges(Fields):
     event_types: Types = []
 
 
+class Rotation(Fields):
+    keep_old_secret_active_for_24_hours: bool = False
+
+
+class Test(Fields):
+    event_type: EventName | None = None
+
+
 @router.post("/v1/webhook_endpoints")
 async def create(request: Request, services: Services, tenant: str) -> Response:
     new = await _read(request, services, NewEndpoint)
@@ -92,11 +105,23 @@ async def create(request: Request, services: Services, tenant: str) -> Response:
 
 @router.get("/v1/webhook_endpoints")
 async def list_all(request: Request, services: Services, tenant: str) -> Response:
-    read_query(request, {})
+    query = read_query(request, LIST_QUERY)
     found = await services.sql.read(
         lambda connection, now: webhooks.list_endpoints(connection, tenant)
     )
-    return json_response(list_object([endpoint_object(each) for each in found]))
+    if (after := query.get("after")) is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            raise BadRequest(f"no webhook endpoint {after[:100]!r} to list after", param="after")
+        found = found[ids.index(after) + 1 :]
+    objects = [endpoint_object(each) for each in found]
+    return json_response(list_object(objects, query.get("limit", MAX_ENDPOINTS)))
+
+
+@router.get("/v1/webhook_event_types")
+async def event_types(request: Request) -> Response:
+    read_query(request, {})
+    return json_response({"object": "list", "data": list(get_args(EventName))})
 
 
 @router.get("/v1/webhook_endpoints/{endpoint_id}")
@@ -138,7 +163,12 @@ async def delete(endpoint_id: str, request: Request, services: Services, tenant:
 async def rotate_secret(
     endpoint_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
-    read_query(request, {})
+    asked = await _read_if_any(request, services, Rotation)
+    if asked.keep_old_secret_active_for_24_hours:
+        raise BadRequest(
+            "keep_old_secret_active_for_24_hours is not supported: the old secret ends at once",
+            param="keep_old_secret_active_for_24_hours",
+        )
     changes = {"secret": webhooks.new_secret()}
     endpoint = await _write(
         services,
@@ -151,16 +181,52 @@ async def rotate_secret(
 
 @router.post("/v1/webhook_endpoints/{endpoint_id}/test")
 async def test(endpoint_id: str, request: Request, services: Services, tenant: str) -> Response:
-    read_query(request, {})
+    """A ping, of which the reply tells that it was put down to be sent; or, as OpenAI's client has
+    it, an event of a type, of which the reply tells what its receiver said."""
+    asked = (await _read_if_any(request, services, Test)).event_type
 
-    def ping(connection: Connection, now: float) -> Delivery:
+    def put_down(connection: Connection, now: float) -> Delivery:
         endpoint = webhooks.get_endpoint(connection, tenant, _id(endpoint_id))
         [delivery] = webhooks.record(
-            connection, tenant, EventType.PING, endpoint.id, now=now, only=endpoint.id
+            connection, tenant, asked or EventType.PING, endpoint.id, now=now, only=endpoint.id
         )
         return delivery
 
-    return json_response(delivery_object(await _write(services, ping)))
+    delivery = await _write(services, put_down)
+    if asked is None:
+        return json_response(delivery_object(delivery))
+    tried = await _once_tried(services, delivery)
+    if tried.status_code is None:
+        error = ApiError(f"the endpoint was not reached: {tried.error}", code="webhook_failed")
+        error.status, error.headers["x-should-retry"] = 502, "false"
+        raise error
+    return json_response(
+        {
+            "object": "webhook_endpoint.test",
+            "event_type": asked,
+            "status_code": tried.status_code,
+            "success": True,
+            "webhook_endpoint_id": endpoint_id,
+        }
+    )
+
+
+async def _once_tried(services: Services, delivery: Delivery) -> Delivery:
+    """Raises Unavailable where no sweeper has sent it in time."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + services.settings.webhook_timeout_s + SWEEPER_S
+    while not services.waiters.closing and loop.time() < until:
+        found = await _call(
+            services.sql.read,
+            lambda connection, now: webhooks.list_deliveries(
+                connection, delivery.tenant_id, delivery.endpoint_id, limit=MAX_DELIVERIES_LISTED
+            ),
+        )
+        for each in found:
+            if each.id == delivery.id and each.tried_at is not None:
+                return each
+        await asyncio.sleep(LOOK_S)
+    raise Unavailable("no sweeper has sent the event yet", code="not_sent")
 
 
 @router.get("/v1/webhook_endpoints/{endpoint_id}/deliveries")
@@ -221,15 +287,26 @@ def _check_address(services: Services, url: str) -> None:
         raise BadRequest("url must not name an address that is not public", param="url")
 
 
-def _id(text: str) -> str:
+def _id(given: str) -> str:
     """An id from a path; what no id can be would be refused by the database in its own words."""
-    return text if text.isascii() and text.isprintable() else ""
+    return given if given.isascii() and given.isprintable() else ""
 
 
 async def _read(request: Request, services: Services, model: type[M]) -> M:
     read_query(request, {})
     async with services.bodies.json_body(request) as raw:
         return await services.cpu.run(read_object, raw, model)
+
+
+async def _read_if_any(request: Request, services: Services, model: type[M]) -> M:
+    """A body that may be left out."""
+    if (
+        request.headers.get("content-length", "0") == "0"
+        and "transfer-encoding" not in request.headers
+    ):
+        read_query(request, {})
+        return model()
+    return await _read(request, services, model)
 
 
 async def _write(services: Services, statement: Callable[[Connection, float], R]) -> R:

@@ -2,9 +2,13 @@
 
 import dataclasses
 import re
+import statistics
+import threading
+import time
 
 import httpx
 import pytest
+from sqlalchemy import Engine, event
 
 from api.app import create_app
 from api.guard import OPEN_PATHS, needed_scope
@@ -96,6 +100,39 @@ def test_an_ordinary_key_cannot_make_keys_or_see_the_deployment(door):
     ):
         assert door.client.request(method, path, headers=door.key()).status_code == 403
     assert door.client.get("/metrics", headers=door.key(scopes=[Scope.METRICS])).status_code == 200
+
+
+def test_another_tenants_job_takes_no_other_time_than_none(door):
+    """The same statements run, and neither is slower: no watch tells that it is there."""
+    ours, theirs = door.key("acme"), door.key("globex")
+    job_id = door.client.post("/v1/jobs", json=completion(), headers=ours).json()["id"]
+    random_id = "job_" + "0" * len(job_id.removeprefix("job_"))
+    statements: list[str] = []
+
+    def note(connection, cursor, statement, parameters, context, many):
+        of_calls = threading.current_thread().name.startswith("api-the database's")
+        if of_calls and ("FROM jobs" in statement or "UPDATE jobs" in statement):
+            statements.append(statement)
+
+    took: dict[str, list[float]] = {job_id: [], random_id: []}
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        for method, path in (("GET", "/v1/jobs/{}"), ("POST", "/v1/jobs/{}/cancel")):
+            asked = {}
+            for each in took:
+                statements.clear()
+                door.client.request(method, path.format(each), headers=theirs)
+                asked[each] = list(statements)
+            assert asked[job_id] == asked[random_id] != []
+        for _ in range(40):
+            for each, times in took.items():  # in turns: what else the machine does meets both
+                begun = time.perf_counter()
+                assert door.client.get(f"/v1/jobs/{each}", headers=theirs).status_code == 404
+                times.append(time.perf_counter() - begun)
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    there, nowhere = (statistics.median(times) for times in took.values())
+    assert 0.5 < there / nowhere < 2
 
 
 def test_another_tenants_job_is_not_there(door):

@@ -51,7 +51,7 @@ def base_url(request, tmp_path_factory) -> Iterator[str]:
     from tests.e2e.conftest import start_up
 
     folder = tmp_path_factory.mktemp("conformance")
-    environ = {}
+    environ = {"TOKENMILL_WEBHOOK_PRIVATE_ADDRESSES": "true"}  # the receiver is this process
     if request.param == "postgres":
         server = request.getfixturevalue("postgres_server")
         with psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as connection:
