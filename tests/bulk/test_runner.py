@@ -87,6 +87,7 @@ def test_whatever_died_it_goes_on_and_asks_for_nothing_twice(place, monkeypatch)
         except Died:
             num_deaths += 1
     assert num_deaths > 8
+    assert sum(len(batch["lines"]) for batch in service.batches.values()) == 24
     assert service.num_answered == 24
     assert [row["i"] for row in lines(folder)] == [i for i in range(12) for _ in (0, 1)]
 
