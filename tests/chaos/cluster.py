@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -250,11 +250,11 @@ class Cluster:
             return [_row(row, tried.get(row.id, [])) for row in found]
 
     def counts(self, name: str) -> dict[JobState, int]:
-        found: dict[JobState, int] = {}
-        for row in self.rows(name):
-            state = JobState(row.state)
-            found[state] = found.get(state, 0) + 1
-        return found
+        """Of a scenario's jobs, how many are in each state."""
+        query = select(jobs.c.state, func.count()).where(jobs.c.custom_id.startswith(f"{name}-"))
+        with self.database.read() as connection:
+            found = connection.execute(query.group_by(jobs.c.state)).all()
+        return {JobState(state): num for state, num in found}
 
     def has_ended(self, job_id: str) -> bool:
         with self.database.read() as connection:
@@ -267,6 +267,14 @@ class Cluster:
             query = query.where(jobs.c.worker_id == worker_id)
         with self.database.read() as connection:
             return dict(connection.execute(query).all())
+
+    def num_suspects(self) -> int:
+        """Jobs that were in an engine's death and have not ended."""
+        query = select(func.count()).where(
+            jobs.c.crash_count > 0, jobs.c.state.in_(["queued", "running"])
+        )
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
 
     def unsettled(self, fences: dict[str, int]) -> set[str]:
         """Of those the ones that are still as they were, or wait: not running again nor ended."""

@@ -50,10 +50,10 @@ class History:
                     found.setdefault(custom_id, job_id)
         return found
 
-    def availability(self, kind: str, began: float, ended: float) -> float | None:
-        """Share of the calls begun in a time that were answered as asked; None without calls."""
+    def answered(self, kind: str, began: float, ended: float) -> tuple[int, int]:
+        """How many calls begun in a time have ended, and how many of them as asked."""
         calls = [e for e in self.events if e.kind == kind and began <= e.began <= ended]
-        return sum(e.outcome == OK for e in calls) / len(calls) if calls else None
+        return len(calls), sum(e.outcome == OK for e in calls)
 
 
 class Clients:

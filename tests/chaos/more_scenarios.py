@@ -16,10 +16,13 @@ from celery import Celery
 from jobs.celery_app import DEFAULT_QUEUE, GENERATE_TASK, make_app, queue_for
 from jobs.lifecycle import TERMINAL
 from jobs.settings import Settings
-from tests.chaos.checker import Row
-from tests.chaos.cluster import GRACE_S, LEASE_S, Child
+from tests.chaos.checker import Recovery, Row
+from tests.chaos.cluster import GRACE_S, LEASE_S
+from tests.chaos.history import OK, Event
 from tests.chaos.hooked import tokens_of_engines
+from tests.chaos.oracle import SAMPLED_TOKENS, Ask
 from tests.chaos.run import Storm, percentile
+from tests.chaos.scenarios import busy_workers
 from tests.worker.deployment import MODEL
 
 POISONED = {"crash", "exit", "segv", "stuck", "raise", "memory"}
@@ -35,7 +38,8 @@ def fill_the_disk(storm: Storm) -> None:
     folder = storm.cluster.database_folder
     filler = folder / "filler"
     for _ in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         storm.cluster.num_stops += 1
         with contextlib.suppress(OSError), filler.open("wb") as file:
             while True:
@@ -44,8 +48,8 @@ def fill_the_disk(storm: Storm) -> None:
         assert free < 1 << 17, f"{free} bytes are free still"
         began = time.monotonic()
         time.sleep(storm.rng.uniform(2, 4))
-        share = storm.clients.history.availability("submit", began, time.monotonic())
-        storm.result.figures["submits_answered_on_a_full_disk"] = share
+        num, answered = storm.clients.history.answered("submit", began, time.monotonic())
+        storm.result.figures["submits_answered_on_a_full_disk"] = answered / num if num else None
         filler.unlink()
         storm.result.figures["disk_back_s"] = round(storm.cluster.until(storm.cluster.ready), 2)
         time.sleep(1)
@@ -54,7 +58,8 @@ def fill_the_disk(storm: Storm) -> None:
 def starve_of_memory(storm: Storm) -> None:
     """C11: an engine may not map another page; it ends or goes on, its jobs are done."""
     for i in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         worker = storm.cluster.workers[i % len(storm.cluster.workers)]
         pid = storm.cluster.engine_pid(worker)
         if pid is None:
@@ -70,10 +75,11 @@ def starve_of_memory(storm: Storm) -> None:
 
 
 def drain(storm: Storm) -> None:
-    """C12: SIGTERM to one worker after another; then twice, and then with SIGKILL behind it."""
+    """C12: SIGTERM to one worker after another; then twice, SIGQUIT, and SIGKILL behind it."""
     exits = []
     for i in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         worker = storm.cluster.workers[i % len(storm.cluster.workers)]
         record = storm.cluster.record_of(worker)
         if record is None:
@@ -82,16 +88,17 @@ def drain(storm: Storm) -> None:
         process = worker.process
         storm.cluster.num_stops += 1
         began = time.monotonic()
-        worker.signal(signal.SIGTERM)
-        if i % 4 == 2:
+        way = ("once", "once", "twice", "quit", "kill")[i % 5]
+        worker.signal(signal.SIGQUIT if way == "quit" else signal.SIGTERM)
+        if way == "twice":
             time.sleep(0.3)
             worker.signal(signal.SIGTERM)
-        if i % 4 == 3:
+        if way == "kill":
             time.sleep(0.5)
             storm.cluster.kill(worker)
             storm.watch("SIGTERM, then SIGKILL", held, LEASE_S + 5)
         process.wait()
-        if i % 4 != 3:
+        if way != "kill":
             exits.append(time.monotonic() - began)
             left = storm.cluster.unsettled(held)
             storm.watch("a drain", {i: held[i] for i in left}, ELSEWHERE_S)
@@ -103,7 +110,10 @@ def drain(storm: Storm) -> None:
         "drain_exit_s_p50": percentile([round(e, 2) for e in exits], 0.5),
         "drain_bound_s": GRACE_S + 2,
     }
-    assert slowest <= GRACE_S + 2 + storm.slack_s, f"a drain took {slowest:.1f} s"
+    for seconds in exits:
+        storm.recoveries.append(
+            Recovery("a drain, to its exit", seconds, GRACE_S + 2 + storm.slack_s)
+        )
 
 
 def poison(storm: Storm) -> None:
@@ -111,20 +121,58 @@ def poison(storm: Storm) -> None:
     markers = ["crash", "oom", "exit", "raise", "segv", "memory", "stuck"][: storm.size.num_faults]
     for marker in markers:
         restarts = _restarts(storm)
-        custom_id = f"{storm.name}-poison-{marker}"
-        body = {"model": MODEL, "prompt": f"fault {marker} now", "max_tokens": 8}
-        bad = {"url": "/v1/completions", "custom_id": custom_id, "body": body, "max_attempts": 100}
-        reply = httpx.post(f"{storm.cluster.api}/v1/jobs", json=bad, timeout=30, trust_env=False)
-        assert reply.status_code == 202, reply.text
-        job_id = reply.json()["id"]
+        job_id = _submit_among_healthy(storm, marker)
         storm.cluster.until(lambda: storm.cluster.has_ended(job_id))  # noqa: B023
-        (row,) = [row for row in storm.cluster.rows(storm.name) if row.custom_id == custom_id]
+        (row,) = [row for row in storm.cluster.rows(storm.name) if row.id == job_id]
         expected = ("failed", "poisoned") if marker in POISONED else ("succeeded", None)
         assert (row.state, row.error_code) == expected, row
         storm.cluster.num_kills += marker in POISONED
         restarts = _restarts(storm) - restarts
         storm.result.figures[f"restarts_by_{marker}"] = float(restarts)
         assert restarts <= 3, f"{marker} cost {restarts} engines"
+    storm.settle()
+    asks = storm.clients.history.asks
+    beside = [row for row in storm.cluster.rows(storm.name) if "-beside-" in row.custom_id]
+    equal = sum(row.text == storm.oracle.text(asks[row.custom_id]) for row in beside)
+    storm.result.figures["neighbours"] = float(len(beside))
+    storm.result.figures["neighbours_byte_equal"] = float(equal)
+
+
+def _submit_among_healthy(storm: Storm, marker: str) -> str:
+    """One call: the poison in the midst of its neighbours, of which the checker hears as well."""
+    history, began = storm.clients.history, time.monotonic()
+    calls = []
+    for i in range(NEIGHBOURS):
+        known = storm.rng.choice(storm.oracle.sampled)
+        custom_id = f"{storm.name}-beside-{marker}-{i}"
+        ask = Ask(prompt=known.prompt, max_tokens=SAMPLED_TOKENS, seed=known.seed)
+        history.asks[custom_id] = ask
+        calls.append({"custom_id": custom_id, "body": ask.body()})
+    custom_id = f"{storm.name}-poison-{marker}"
+    body = {"model": MODEL, "prompt": f"fault {marker} now", "max_tokens": 8}
+    calls.insert(NEIGHBOURS // 2, {"custom_id": custom_id, "body": body})
+    common = {"url": "/v1/completions", "max_attempts": 100}
+    reply = httpx.post(
+        f"{storm.cluster.api}/v1/jobs",
+        json=[call | common for call in calls],
+        timeout=30,
+        trust_env=False,
+    )
+    assert reply.status_code == 202, reply.text
+    told = [(job["id"], job["custom_id"], job["status"]) for job in reply.json()["data"]]
+    history.events.append(
+        Event(
+            client=-1,
+            kind="submit",
+            key=custom_id,
+            began=began,
+            ended=time.monotonic(),
+            outcome=OK,
+            status=202,
+            jobs=tuple(job for job in told if job[1] != custom_id),
+        )
+    )
+    return next(job_id for job_id, name, _ in told if name == custom_id)
 
 
 def _restarts(storm: Storm) -> int:
@@ -238,13 +286,8 @@ def without_a_fence(storm: Storm) -> None:
     """
     assert "CHAOS_NO_FENCE" in storm.cluster.env
     for _ in range(storm.size.num_faults):
-        storm.meet_work()
-        busy = [worker for worker in storm.cluster.workers if _num_running(storm, worker)]
-        for worker in busy[:1]:
+        if not storm.meet_work():
+            break
+        for worker in busy_workers(storm)[:1]:
             with storm.cluster.frozen(worker.pid):
                 time.sleep(2.5 * LEASE_S)
-
-
-def _num_running(storm: Storm, worker: Child) -> int:
-    record = storm.cluster.record_of(worker)
-    return 0 if record is None else len(storm.cluster.running(record.id))

@@ -58,6 +58,7 @@ class Result:
     tokens_wasted: int = 0
     blocks_leaked: int = 0
     recoveries: dict[str, list[float]] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)  # of recoveries, by kind
     figures: dict[str, float | None] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
 
@@ -74,6 +75,7 @@ class Storm:
     """What a scenario's faults have in hand."""
 
     cluster: Cluster
+    oracle: Oracle
     clients: Clients
     rng: random.Random
     name: str
@@ -81,16 +83,14 @@ class Storm:
     result: Result
     recoveries: list[Recovery] = field(default_factory=list)
     may_fail: dict[str, str | None] = field(default_factory=dict)
+    without_redis: list[tuple[float, float]] = field(default_factory=list)  # from when until when
     slack_s: float = 0.0  # on every bound of time: others may have the machine
     _watchers: list[threading.Thread] = field(default_factory=list)
 
-    def meet_work(self) -> None:
-        """Return when some job is running, or all have ended."""
-        self.cluster.until(lambda: bool(self.cluster.running()) or self.over)
-
-    @property
-    def over(self) -> bool:
-        return self.clients.done and not self.cluster.running()
+    def meet_work(self) -> bool:
+        """Return when some job is running; False when all have ended, and a fault meets nothing."""
+        self.cluster.until(lambda: bool(self.cluster.running()) or self.all_ended)
+        return not self.all_ended
 
     @property
     def all_ended(self) -> bool:
@@ -148,6 +148,7 @@ def run(
         storm.settle()
     evidence = evidence_of(storm, oracle)
     violations = check(evidence)
+    _count_submits(storm)
     result.seconds = round(time.monotonic() - began, 1)
     result.kills, result.stops = cluster.num_kills - kills, cluster.num_stops - stops
     _count(result, evidence, violations)
@@ -172,8 +173,8 @@ def storm_on(
         cancels=cancels,
     )  # fmt: skip
     return Storm(
-        cluster=cluster, clients=clients, rng=random.Random(seed), name=name, size=size,
-        result=Result(scenario=title, seed=seed), slack_s=slack_s,
+        cluster=cluster, oracle=oracle, clients=clients, rng=random.Random(seed), name=name,
+        size=size, result=Result(scenario=title, seed=seed), slack_s=slack_s,
     )  # fmt: skip
 
 
@@ -250,7 +251,16 @@ def _count(result: Result, evidence: Evidence, violations: list[Violation]) -> N
     result.blocks_leaked = sum(num - free for free, num in evidence.free_blocks)
     for each in evidence.recoveries:
         result.recoveries.setdefault(each.kind, []).append(round(each.seconds, 2))
+        result.bounds[each.kind] = round(each.bound_s, 2)
     result.violations = [f"{v.invariant}: {v.what}" for v in violations]
+
+
+def _count_submits(storm: Storm) -> None:
+    """Those that began while Redis was away; counted when each of them has ended."""
+    if storm.without_redis:
+        told = [storm.clients.history.answered("submit", *each) for each in storm.without_redis]
+        storm.result.figures["submits_without_redis"] = float(sum(num for num, _ in told))
+        storm.result.figures["submits_answered_without_redis"] = float(sum(ok for _, ok in told))
 
 
 def percentile(values: list[float], share: float) -> float | None:

@@ -29,19 +29,35 @@ ENGINE_BACK_S = 5.0  # beside the time its model takes to load
 def kill_workers(storm: Storm) -> None:
     """C1: SIGKILL of a worker at random moments."""
     for _ in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         time.sleep(storm.rng.expovariate(1.2))
-        storm.kill_worker(storm.rng.choice(storm.cluster.workers))
+        storm.kill_worker(storm.rng.choice(busy_workers(storm) or storm.cluster.workers))
+
+
+def busy_workers(storm: Storm) -> list[Child]:
+    """Those that hold jobs: what kills another meets nothing."""
+    return [
+        worker
+        for worker in storm.cluster.workers
+        if (record := storm.cluster.record_of(worker)) and storm.cluster.running(record.id)
+    ]
 
 
 def kill_engines(storm: Storm) -> None:
-    """C2: SIGKILL of the engine alone, in a prefill, in a decode, behind the last token."""
+    """C2: SIGKILL of the engine alone, in a prefill, in a decode, behind the last token.
+
+    The next one dies when no suspect of the last is left: else one recovery is timed with another.
+    """
     file = storm.cluster.folder / KILL_FILE
+    _load_s(storm)
     for i in range(storm.size.num_faults):
-        storm.meet_work()
+        storm.cluster.until(lambda: not storm.cluster.num_suspects())
+        if not storm.meet_work():
+            break
         fences = storm.cluster.running()
         file.write_text(("prefill", "decode", "complete")[i % 3])
-        storm.cluster.until(lambda: not file.exists() or storm.over)
+        storm.cluster.until(lambda: not file.exists() or storm.all_ended)
         if file.exists():
             file.unlink()
             return
@@ -54,14 +70,14 @@ def _load_s(storm: Storm) -> float:
     """How long an engine takes from its start to its first step on this machine, now."""
     if "engine_load_s" not in storm.result.figures:
         worker = storm.cluster.workers[0]
-        before = storm.cluster.record_of(worker)
-        began = time.monotonic()
+        storm.cluster.until(lambda: storm.cluster.engine_pid(worker) is not None)
         pid = storm.cluster.engine_pid(worker)
-        if before is not None and pid is not None:
-            storm.cluster.num_kills += 1
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            storm.cluster.until(lambda: storm.cluster.engine_pid(worker) not in (None, pid))
+        assert pid is not None
+        storm.cluster.num_kills += 1
+        began = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        storm.cluster.until(lambda: storm.cluster.engine_pid(worker) not in (None, pid))
         storm.result.figures["engine_load_s"] = round(time.monotonic() - began, 2)
     return storm.result.figures["engine_load_s"] or 0.0
 
@@ -85,9 +101,10 @@ def kill_api(storm: Storm) -> None:
 
 def kill_redis(storm: Storm) -> None:
     """C4: Redis without persistence dies, is emptied, freezes; submits go on meanwhile."""
-    cluster, shares = storm.cluster, []
+    cluster = storm.cluster
     for i in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         began = time.monotonic()
         if i % 3 == 0:
             cluster.num_kills += 1
@@ -101,10 +118,8 @@ def kill_redis(storm: Storm) -> None:
             assert cluster.valkey.pid is not None
             with cluster.frozen(cluster.valkey.pid):
                 time.sleep(storm.rng.uniform(2, 5))
-        share = storm.clients.history.availability("submit", began, time.monotonic())
-        shares += [] if share is None else [share]
+        storm.without_redis.append((began, time.monotonic()))
         time.sleep(storm.rng.uniform(0.2, 1))
-    storm.result.figures["submits_answered_without_redis"] = min(shares, default=None)
 
 
 def kill_postgres(storm: Storm) -> None:
@@ -112,7 +127,8 @@ def kill_postgres(storm: Storm) -> None:
     cluster = storm.cluster
     assert cluster.postgres is not None
     for i in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         if i % 3 < 2:
             cluster.num_kills += 1
             cluster.postgres.kill()
@@ -135,7 +151,8 @@ def _sessions(pid: int) -> list[int]:
 def freeze_workers(storm: Storm) -> None:
     """C6: a worker sleeps for up to three leases while its engine goes on, and wakes up."""
     for _ in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         worker = storm.rng.choice(storm.cluster.workers)
         with storm.cluster.frozen(worker.pid):
             time.sleep(LEASE_S * storm.rng.uniform(0.5, 2.5))
@@ -149,7 +166,8 @@ def break_the_network(storm: Storm) -> None:
         proxies.append(storm.cluster.postgres_proxy)
     backs = []
     for i in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         turn, place = divmod(i, len(NETWORK))
         mode, proxy = NETWORK[place], proxies[(place + turn) % len(proxies)]
         storm.cluster.num_stops += 1
@@ -172,7 +190,7 @@ def half_open_redis(storm: Storm) -> None:
     began = time.monotonic()
     claimed = set(storm.cluster.running())
     storm.cluster.until(
-        lambda: bool(set(storm.cluster.running()) - claimed) or storm.over, timeout_s=120
+        lambda: bool(set(storm.cluster.running()) - claimed) or storm.all_ended, timeout_s=120
     )
     storm.result.figures["half_open_back_s"] = round(time.monotonic() - began, 2)
 
@@ -185,7 +203,7 @@ def wrong_clocks(storm: Storm) -> None:
     storm.meet_work()
     time.sleep(2 * LEASE_S)
     storm.kill_worker(storm.cluster.workers[0])
-    storm.cluster.until(lambda: storm.over)
+    storm.cluster.until(lambda: storm.all_ended)
     for child in [*storm.cluster.workers, storm.cluster.children["api"]]:
         _restart(storm, child, CHAOS_CLOCK_S="0")
 
@@ -199,7 +217,8 @@ def swizzle(storm: Storm) -> None:
     """C14: some of all processes freeze one by one and thaw in another order."""
     cluster = storm.cluster
     for _ in range(storm.size.num_faults):
-        storm.meet_work()
+        if not storm.meet_work():
+            break
         pids = [child.pid for child in cluster.children.values()]
         pids += [
             server.pid for server in (cluster.valkey, cluster.postgres) if server and server.pid

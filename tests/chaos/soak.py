@@ -27,9 +27,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tests.chaos.checker import Violation, check
 from tests.chaos.cluster import Cluster
-from tests.chaos.long import RESULTS
 from tests.chaos.oracle import Oracle
 from tests.chaos.proxy import Mode
+from tests.chaos.report import RESULTS
 from tests.chaos.run import Size, Storm, evidence_of, storm_on
 from tests.tiny_llama import write_tiny_llama
 
