@@ -66,6 +66,7 @@ PLANS = [
         faults=scenarios.kill_redis,
         size=Size(num_jobs=1500, num_faults=30, per_call=5, pause_s=0.9),
     ),
+    Plan(faults=scenarios.redis_away, size=Size(num_jobs=400, num_faults=10, pause_s=40.0)),
     Plan(
         faults=scenarios.kill_postgres,
         size=Size(num_jobs=1200, num_faults=24, per_call=5, pause_s=0.8),

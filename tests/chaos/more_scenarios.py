@@ -215,12 +215,19 @@ def _odd_rows(storm: Storm) -> list[Row]:
     return [row for row in rows if "-odd-" in row.custom_id and row.state in TERMINAL]
 
 
+def engines_of(storm: Storm) -> set[int]:
+    """As soon as all are up and every worker has told of its own."""
+    cluster = storm.cluster
+    cluster.until(lambda: all(cluster.engine_pid(worker) for worker in cluster.workers))
+    return {pid for worker in cluster.workers if (pid := cluster.engine_pid(worker))}
+
+
 def odd_messages(storm: Storm) -> None:
     """C13, Q06: bodies that no door has seen, and bytes that are no message at all."""
     settings = Settings.from_env(storm.cluster.env)
     app: Celery = make_app(settings)
     pids = [child.pid for child in storm.cluster.workers]
-    engines = {storm.cluster.engine_pid(worker) for worker in storm.cluster.workers}
+    engines = engines_of(storm)
     for i, body in enumerate(ODD_BODIES):
         custom_id = f"{storm.name}-odd-{i}"
         kwargs = {"url": "/v1/completions", "custom_id": custom_id, "body": {"model": MODEL} | body}
@@ -241,7 +248,7 @@ def odd_messages(storm: Storm) -> None:
     storm.result.figures["workers_ended_by_odd_messages"] = float(
         sum(child.pid not in pids for child in storm.cluster.workers)
     )
-    still = {storm.cluster.engine_pid(worker) for worker in storm.cluster.workers}
+    still = engines_of(storm)
     storm.result.figures["engines_ended_by_odd_messages"] = float(len(engines - still))
     assert engines == still, "an engine did not survive an odd body"
 

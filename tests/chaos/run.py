@@ -118,6 +118,11 @@ class Storm:
         self._watchers.append(threading.Thread(target=look))
         self._watchers[-1].start()
 
+    @property
+    def recovered(self) -> bool:
+        """Nothing is being timed."""
+        return not any(watcher.is_alive() for watcher in self._watchers)
+
     def settle(self) -> None:
         """Everything has been submitted and has ended."""
         self.cluster.until(lambda: self.clients.done)

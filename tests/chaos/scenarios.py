@@ -13,6 +13,7 @@ import time
 import psutil
 import redis
 
+from tests.chaos.checker import Recovery
 from tests.chaos.cluster import LEASE_S, Child
 from tests.chaos.hooked import API_FILE, KILL_FILE
 from tests.chaos.proxy import Mode
@@ -23,16 +24,30 @@ NETWORK = (
     *(Mode.OLD_HOLE, Mode.CUT_AFTER_REQUEST, Mode.RESET, Mode.CUT_IN_REPLY),
     *(Mode.HOLE, Mode.ONE_WAY, Mode.SLOW, Mode.DELAY),
 )
+BACK_S = 10.0  # from the return of Redis until jobs run that did not
+MOST_GROWN_MB = 20.0
 ENGINE_BACK_S = 5.0  # beside the time its model takes to load
 
 
 def kill_workers(storm: Storm) -> None:
-    """C1: SIGKILL of a worker at random moments."""
-    for _ in range(storm.size.num_faults):
+    """C1: SIGKILL of a worker at random moments.
+
+    One half come faster than a worker starts, so that at times none is left: nothing may be lost,
+    and nobody can say when what. The other half are timed, each when what was before is over.
+    """
+    cluster = storm.cluster
+    for i in range(storm.size.num_faults):
+        timed = i >= storm.size.num_faults // 2
+        if timed:
+            cluster.until(lambda: storm.recovered and cluster.ready())
         if not storm.meet_work():
             break
         time.sleep(storm.rng.expovariate(1.2))
-        storm.kill_worker(storm.rng.choice(busy_workers(storm) or storm.cluster.workers))
+        worker = storm.rng.choice(busy_workers(storm) or cluster.workers)
+        if timed:
+            storm.kill_worker(worker)
+        else:
+            cluster.kill(worker)
 
 
 def busy_workers(storm: Storm) -> list[Child]:
@@ -120,6 +135,38 @@ def kill_redis(storm: Storm) -> None:
                 time.sleep(storm.rng.uniform(2, 5))
         storm.without_redis.append((began, time.monotonic()))
         time.sleep(storm.rng.uniform(0.2, 1))
+
+
+def redis_away(storm: Storm) -> None:
+    """Q22: Redis is gone for so many minutes. Nobody gathers anything, all goes on when it is back.
+
+    Jobs are asked for all the while, and accepted.
+    """
+    cluster = storm.cluster
+    assert storm.meet_work()
+    before = _rss_mb(storm)
+    cluster.num_kills += 1
+    began = time.monotonic()
+    cluster.valkey.kill()
+    time.sleep(60 * storm.size.num_faults)
+    grown = {name: mb - before[name] for name, mb in _rss_mb(storm).items() if name in before}
+    storm.without_redis.append((began, time.monotonic()))
+    cluster.valkey.start()
+    fences, began = cluster.running(), time.monotonic()
+    cluster.until(lambda: bool(set(cluster.running()) - set(fences)) or storm.all_ended)
+    back = time.monotonic() - began
+    storm.recoveries.append(Recovery("Redis away for long", back, BACK_S + storm.slack_s))
+    storm.result.figures |= {f"mb_grown_{name}": round(mb, 1) for name, mb in grown.items()}
+    assert grown, "no process lived through it"
+    assert max(grown.values()) < MOST_GROWN_MB, f"grown, in MB: {grown}"
+
+
+def _rss_mb(storm: Storm) -> dict[str, float]:
+    """By the process's name and id: one that was started anew is not compared."""
+    return {
+        f"{child.name}-{child.pid}": psutil.Process(child.pid).memory_info().rss / 1e6
+        for child in storm.cluster.children.values()
+    }
 
 
 def kill_postgres(storm: Storm) -> None:

@@ -48,6 +48,7 @@ SHORT = [
     (scenarios.kill_engines, Size(num_jobs=120, num_faults=3)),
     (scenarios.kill_api, Size(num_jobs=80, num_faults=3)),
     (scenarios.kill_redis, Size(num_jobs=120, num_faults=3)),
+    (scenarios.redis_away, Size(num_jobs=120, num_faults=1, pause_s=10.0)),
     (scenarios.kill_postgres, Size(num_jobs=120, num_faults=3)),
     (scenarios.freeze_workers, Size(num_jobs=120, num_faults=2)),
     (scenarios.break_the_network, Size(num_jobs=120, num_faults=4)),

@@ -1,7 +1,9 @@
 """SQL is the backlog, Redis a short runway of ids."""
 
+import gc
 import time
 
+import psutil
 import pytest
 
 from cli.servers import Valkey
@@ -197,6 +199,31 @@ def test_redis_away_is_told_at_once_and_marks_nothing(database, tmp_path):
         assert runway.refill(database) == 1
         assert take(runway) == [job_id]
         runway.close()
+
+
+def test_a_long_absence_of_redis_gathers_nothing(database, tmp_path):
+    """Ten minutes of a sweeper's tries, without the pauses between them."""
+    this = psutil.Process()
+    with Valkey(tmp_path / "valkey", persist=False) as server:
+        settings = make_settings(server.url)
+        with Runway(settings, make_app(settings)) as runway:
+            (job_id,) = submit(database, new_job())
+            server.kill()
+            held = []
+            for num_tries in (100, 600):
+                for _ in range(num_tries):
+                    with pytest.raises(RunwayDown):
+                        runway.refill(database)
+                    with pytest.raises(RunwayDown):
+                        runway._publish(MODEL, [job_id])
+                gc.collect()  # kombu's connections are in circles
+                held.append((this.memory_info().rss / 1e6, this.num_fds(), this.num_threads()))
+            (mb, *others), (mb_after, *others_after) = held
+            assert mb_after < mb + 20
+            assert others_after == others
+            server.start()
+            assert runway.refill(database) == 1
+            assert take(runway) == [job_id]
 
 
 def test_an_error_reply_of_redis_is_runway_down_and_passes(database, tmp_path):
