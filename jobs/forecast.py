@@ -7,20 +7,17 @@ ended lately, there is no forecast.
 """
 
 import statistics
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import attrgetter
 
 from sqlalchemy import Connection, func, literal_column, select
 
 from jobs.lifecycle import JobState
-from jobs.models import QUEUE_ORDER, QUEUED, RUNNING, jobs, workers
+from jobs.models import QUEUED, RUNNING, jobs, workers
+from jobs.places import Line, line, place
 from jobs.records import JobRecord
 
-MAX_POSITION = 10_000  # further back than this a job has no position
-NO_DEADLINE = 1e15  # as the column due_at has it: behind every deadline
 WINDOW_S = 300.0
 MAX_RECENT = 500
 MIN_RECENT = 5
@@ -53,64 +50,45 @@ class Pace:
     measured_at: float
 
 
-Key = tuple[int, float, float, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A queued job's key in the order of the queue, and how much it may generate."""
-
-    key: Key  # as QUEUE_ORDER
-    max_tokens: int
-
-
 class Forecast:
     """A model's queue and pace at one moment."""
 
-    def __init__(self, taken_at: float, pace: Pace | None, queue: Iterable[Place]) -> None:
+    def __init__(self, taken_at: float, pace: Pace | None, line: Line) -> None:
         self.taken_at = taken_at
         self.pace = pace
-        self._keys: list[Key] = []
+        self._line = line
         # what stands before the first, before the second, … ; squares for the spread of the sum
         self._tokens_ahead = [0]
         self._squares_ahead = [0]
-        self._append(sorted(queue, key=attrgetter("key")))
+        self._add_up()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._line)
 
-    def _append(self, places: Sequence[Place]) -> None:
-        """Put them, in order, behind all others."""
-        places = places[: MAX_POSITION - len(self)]
-        self._keys += [place.key for place in places]
+    def _add_up(self) -> None:
+        """All that is in line and not in the sums yet."""
+        more = self._line.max_tokens(len(self._tokens_ahead) - 1)
         for ahead, power in ((self._tokens_ahead, 1), (self._squares_ahead, 2)):
-            last = ahead.pop()
-            ahead += accumulate((place.max_tokens**power for place in places), initial=last)
-
-    def _places(self) -> list[Place]:
-        sizes = (after - before for before, after in pairwise(self._tokens_ahead))
-        return [Place(*each) for each in zip(self._keys, sizes, strict=True)]
+            ahead += accumulate((num**power for num in more), initial=ahead.pop())
 
     def with_jobs(self, jobs: Iterable[JobRecord]) -> "Forecast":
         """The same with jobs that joined the queue since; itself when it knows them all."""
-        places = [_place(job) for job in jobs if self.position(job) is None]
-        if len(self) == MAX_POSITION:
-            places = [place for place in places if place.key < self._keys[-1]]
-        if not places:
+        places = [place(job) for job in jobs if self.position(job) is None]
+        longer = self._line.with_last(places)
+        if longer is None:
+            return Forecast(self.taken_at, self.pace, self._line.with_places(places))
+        if longer is self._line:
             return self
-        places.sort(key=attrgetter("key"))
-        if not self._keys or self._keys[-1] < places[0].key:  # most do: sorting all anew costs ms
-            longer = Forecast(self.taken_at, self.pace, [])
-            longer._keys = self._keys.copy()
-            longer._tokens_ahead = self._tokens_ahead.copy()
-            longer._squares_ahead = self._squares_ahead.copy()
-            longer._append(places)
-            return longer
-        return Forecast(self.taken_at, self.pace, [*self._places(), *places])
+        extended = Forecast(self.taken_at, self.pace, Line())
+        extended._line = longer  # most come behind all others: adding up all anew costs ms
+        extended._tokens_ahead = self._tokens_ahead.copy()
+        extended._squares_ahead = self._squares_ahead.copy()
+        extended._add_up()
+        return extended
 
     def seconds_for(self, num_jobs: int) -> float:
         """About how long the first so many jobs of the queue take to start; 1 if unknown."""
-        if self.pace is None or not self._keys:
+        if self.pace is None or not self._line:
             return 1.0
         rate = statistics.fmean(self.pace.tokens_per_s)
         ahead = self._tokens_ahead[min(num_jobs, len(self))]
@@ -120,9 +98,8 @@ class Forecast:
         """1 is next; None for a job that is not queued, or further back than MAX_POSITION."""
         if job.state != JobState.QUEUED:
             return None
-        key = _place(job).key
-        index = bisect_left(self._keys, key)
-        return index + 1 if self._keys[index : index + 1] == [key] else None
+        index = self._line.index(job.id)
+        return None if index is None else index + 1
 
     def eta_s(self, job: JobRecord, now: float) -> tuple[float, float] | None:
         """Seconds until the job's end, at least and at most, None when nobody can know."""
@@ -171,7 +148,7 @@ def forecast(
     pace = earlier.pace if earlier is not None else None
     if pace is None or now - pace.measured_at > PACE_KEPT_S:
         pace = _pace(connection, model, now)
-    return Forecast(now, pace, _queue(connection, model))
+    return Forecast(now, pace, line(connection, model))
 
 
 def _pace(connection: Connection, model: str, now: float) -> Pace | None:
@@ -242,21 +219,6 @@ def _tails(values: Sequence[float]) -> tuple[float, float]:
     """The sorted values without the lowest and highest TAIL of them: what is left at each end."""
     cut = int(len(values) * TAIL)
     return values[cut], values[-1 - cut]
-
-
-def _place(job: JobRecord) -> Place:
-    due_at = NO_DEADLINE if job.deadline_at is None else job.deadline_at
-    return Place((-job.priority, due_at, job.created_at, job.id), job.max_tokens)
-
-
-def _queue(connection: Connection, model: str) -> list[Place]:
-    query = (
-        select(*QUEUE_ORDER, jobs.c.max_tokens)
-        .where(jobs.c.model == model, QUEUED)
-        .order_by(*QUEUE_ORDER)
-        .limit(MAX_POSITION)
-    )
-    return [Place(tuple(key), max_tokens) for *key, max_tokens in connection.execute(query)]
 
 
 def _recent(connection: Connection, model: str, now: float) -> list[Run]:

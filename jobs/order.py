@@ -13,10 +13,11 @@ This is deficit round robin (Shreedhar and Varghese 1995) in units of jobs, its 
 from rows. Functions take an open connection and `now`, seconds by the database's clock.
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Select, func, literal, or_, select
 
@@ -45,7 +46,7 @@ def best(
     resting = quotas.at_running_limit(connection)
     full = quotas.at_row_limit(connection, now=now)
     waiting = _Waiting(model, batches.paused(connection), full, now, background)
-    tenants = [tenant for tenant in _tenants(connection) if tenant not in resting]
+    tenants = [tenant for tenant in waiting_tenants(connection) if tenant not in resting]
     heads = {
         tenant: found
         for tenant in tenants
@@ -58,7 +59,8 @@ def best(
         if heads and background is False:
             waiting = replace(waiting, background=None)
         elders = _oldest(connection, waiting, resting, limit=limit)
-    return list(merged(heads, ahead, elders, limit=limit, num_before=num_before))
+    turns = merged(heads, ahead, elders, limit=limit, num_before=num_before)
+    return [turn.job_id for turn in turns]
 
 
 def any_eighth(num_before: int, limit: int) -> bool:
@@ -68,26 +70,42 @@ def any_eighth(num_before: int, limit: int) -> bool:
 Key = tuple[int, float, float, str]  # as QUEUE_ORDER: rank, due_at, created_at, id
 
 
+class Turn(NamedTuple):
+    """A job's place in the order, and why it has it."""
+
+    job_id: str
+    tenant: str
+    # by which it came: of places that no elder took these ascend
+    turn: tuple[float, int, Key]  # rank, the tenant's jobs before it, its own key
+    elder: bool  # it came by its age alone
+
+
 def merged(
-    queues: dict[str, list[Key]],  # of each tenant its best, in order
-    ahead: Counter[str],  # jobs of each tenant that run or are on the runway
-    oldest: Sequence[tuple[str, str]],  # ids and tenants
+    queues: Mapping[str, Sequence[Key]],  # of each tenant its best, in order
+    ahead: Counter[str],  # jobs of each tenant that run or are on the runway; added to
+    oldest: Iterable[tuple[str, str]],  # ids and tenants
     *,
     limit: int,
     num_before: int,
-) -> Iterator[str]:
-    """The order that the rule makes of them. Pure; uses its arguments up."""
+) -> Iterator[Turn]:
+    """The order that the rule makes of them."""
+    keys = {key[3]: key for queue in queues.values() for key in queue}
     waiting = {tenant: iter(queue) for tenant, queue in queues.items()}
-    heads: dict[str, Key] = {}
     taken: set[str] = set()
     elders = iter(oldest)
+    heads: dict[str, tuple[float, int, Key]] = {}
+    heap: list[tuple[tuple[float, int, Key], str]] = []  # heads, and some that are no more
 
     def advance(tenant: str) -> None:
         following = next((key for key in waiting[tenant] if key[3] not in taken), None)
         if following is None:
             heads.pop(tenant, None)
         else:
-            heads[tenant] = following
+            put(tenant, following)
+
+    def put(tenant: str, key: Key) -> None:
+        heads[tenant] = (key[0], ahead[tenant], key)
+        heapq.heappush(heap, (heads[tenant], tenant))
 
     for tenant in waiting:
         advance(tenant)
@@ -95,18 +113,29 @@ def merged(
         elder = None
         if place % EIGHTH == EIGHTH - 1 or not heads:
             elder = next((each for each in elders if each[0] not in taken), None)
+        while heap and heads.get(heap[0][1]) != heap[0][0]:
+            heapq.heappop(heap)
         if elder is not None:
             job_id, tenant = elder
-        elif heads:
-            tenant = min(heads, key=lambda each: (heads[each][0], ahead[each], heads[each]))
-            job_id = heads[tenant][3]
+            key = keys.get(job_id, _LAST)
+            turn: tuple[float, int, Key] = (key[0], ahead[tenant], key)
+        elif heap:
+            turn, tenant = heap[0]
+            job_id = turn[2][3]
         else:
             return
         taken.add(job_id)
         ahead[tenant] += 1
-        if tenant in heads and heads[tenant][3] == job_id:
-            advance(tenant)
-        yield job_id
+        if tenant in heads:
+            head = heads[tenant][2]
+            if head[3] == job_id:
+                advance(tenant)
+            else:
+                put(tenant, head)
+        yield Turn(job_id, tenant, turn, elder is not None)
+
+
+_LAST: Key = (1 << 31, 0.0, 0.0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +162,7 @@ class _Waiting:
         return query
 
 
-def _tenants(connection: Connection) -> list[str]:
+def waiting_tenants(connection: Connection) -> list[str]:
     """Those with queued jobs, of whatever model: one step into the index for each."""
     first = select(func.min(jobs.c.tenant_id).label("tenant")).where(QUEUED)
     steps = first.cte("steps", recursive=True)

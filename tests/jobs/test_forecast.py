@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs import places, sweep
 from jobs.finishing import JobResult
-from jobs.forecast import Forecast, Run, _place, backlogs, forecast, measure
+from jobs.forecast import Forecast, Run, backlogs, forecast, measure
 from jobs.lifecycle import JobState
+from jobs.records import JobRecord
 from tests.jobs.conftest import MODEL, new_job
 
 
@@ -53,6 +55,7 @@ def simulate(seed: int, *, slots: int, step_s: float = 0.05):
 def record(job: Simulated, state: JobState):
     return SimpleNamespace(
         id=f"{job.created:012.3f} {id(job)}",
+        tenant_id="default",
         priority=0,
         deadline_at=None,
         created_at=job.created,
@@ -75,7 +78,8 @@ def test_most_jobs_end_within_the_interval_that_was_forecast(seed, slots):
             if j.end is not None and j.end > now - 300
         ]
         pace = measure(recent, [(j.start, j.max_tokens) for j in running], now)
-        seen = Forecast(now, pace, [_place(record(job, JobState.QUEUED)) for job in queue])
+        waiting = [places.place(record(job, JobState.QUEUED)) for job in queue]
+        seen = Forecast(now, pace, places.Line(waiting))
         for job, state in [(j, JobState.QUEUED) for j in queue] + [
             (j, JobState.RUNNING) for j in running
         ]:
@@ -121,7 +125,7 @@ def test_positions_follow_priority_then_deadline_then_age(bench):
 
 
 def test_a_job_far_back_has_no_position(bench, monkeypatch):
-    monkeypatch.setattr("jobs.forecast.MAX_POSITION", 3)
+    monkeypatch.setattr(places, "MAX_POSITION", 3)
     records = bench.submit(*(new_job() for _ in range(5)))
     seen = bench.call(forecast, MODEL, bench.now)
     assert [seen.position(record) for record in records] == [1, 2, 3, None, None]
@@ -157,6 +161,79 @@ def test_jobs_that_joined_since_take_their_place(bench):
     assert seen.position(later[0]) is None
     fresh = bench.call(forecast, MODEL, bench.now)
     assert [fresh.position(job) for job in order] == [1, 2, 3, 4, 5]
+
+
+def drawn(bench, draw, num: int) -> list[JobRecord]:
+    """Jobs of three tenants, of several priorities, some with a deadline."""
+    made = []
+    for _ in range(num):
+        bench.now += 1
+        job = new_job(
+            priority=draw.choice([-1, 0, 0, 0, 1]),
+            deadline_s=draw.choice([None, None, draw.uniform(1e3, 1e6)]),
+        )
+        made += bench.submit(job, tenant=draw.choice(["a", "a", "a", "b", "c"]))
+    return made
+
+
+def in_order(seen: Forecast, records) -> list[str]:
+    found = {seen.position(record): record.id for record in records}
+    assert sorted(found) == list(range(1, len(records) + 1))
+    return [found[position] for position in sorted(found)]
+
+
+@pytest.mark.parametrize("run", range(4))
+def test_positions_are_the_order_in_which_jobs_come_onto_the_runway(bench, run):
+    draw = random.Random(run)
+    records = {record.id: record for record in drawn(bench, draw, 60)}
+    bench.register(lease_s=1e6)
+    first = bench.call(sweep.publishable, MODEL, limit=7, now=bench.now, background=False)
+    bench.claim(*first[:3])
+    for job_id in first[:3]:
+        del records[job_id]
+    positions = in_order(bench.call(forecast, MODEL, bench.now), records.values())
+    # what is on the runway already, whatever comes now; eighths are counted from the front again
+    assert set(positions[:4]) == set(first[3:])
+    published: list[str] = []
+    for background in (False, True):
+        num_before = 0
+        while taken := bench.call(
+            sweep.publishable,
+            MODEL,
+            limit=1,
+            now=bench.now,
+            num_before=num_before,
+            background=background,
+        ):
+            num_before += len(taken)
+            published += taken
+            left = records.keys() - {*published, *first}
+            if not background and all(records[job_id].priority < 0 for job_id in left):
+                break
+    assert positions[4:] == published
+
+
+@pytest.mark.parametrize("run", range(8))
+def test_jobs_that_joined_since_have_their_tenant_s_turn(bench, run):
+    draw = random.Random(run)
+    records = drawn(bench, draw, 3)
+    seen = bench.call(forecast, MODEL, bench.now)
+    for _ in range(4):  # seven in all: there is no eighth place
+        bench.now += 1
+        records += bench.submit(new_job(priority=draw.choice([-1, -2])), tenant=draw.choice("abcd"))
+    joined = in_order(seen.with_jobs(records), records)
+    assert joined == in_order(bench.call(forecast, MODEL, bench.now), records)
+
+
+def test_a_small_tenant_has_a_position_however_many_jobs_another_has(bench, monkeypatch):
+    monkeypatch.setattr(places, "MAX_POSITION", 20)
+    many = bench.submit(*(new_job() for _ in range(30)), tenant="big")
+    bench.now += 1
+    [one] = bench.submit(new_job(), tenant="small")
+    seen = bench.call(forecast, MODEL, bench.now)
+    assert seen.position(one) == 2
+    assert [seen.position(job) for job in many[:19]] == [1, *range(3, 21)]
+    assert seen.position(many[19]) is None
 
 
 def test_no_forecast_without_a_live_worker_or_before_enough_jobs_ended(bench):
