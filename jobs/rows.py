@@ -7,6 +7,7 @@ column, SQLite one JSON text: no limit on variables, nothing compiled anew for e
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
@@ -47,17 +48,28 @@ def given(
     """`rows` as a table called given; each row has its values in the order of `columns`."""
     if connection.dialect.name == "postgresql":
         arrays = zip(*rows, strict=True) if rows else ([] for _ in columns)
-        table = (
-            func.unnest(
-                *(bindparam(f"given_{name}", type_=ARRAY(_TYPES[kind]))
-                  for name, kind in columns.items())
-            )
-            .table_valued(*(column(name, _TYPES[kind]) for name, kind in columns.items()),
-                          name="given")
-            .render_derived()
-        )  # fmt: skip
         parameters = {f"given_{name}": list(a) for name, a in zip(columns, arrays, strict=True)}
-        return Given({name: table.c[name] for name in columns}, parameters)
+        return Given(_arrays(tuple(columns.items())), parameters)
+    return Given(_json(tuple(columns.items())), {"given": json.dumps(rows)})
+
+
+# made once: it takes longer than many a statement that they are part of
+
+
+@cache
+def _arrays(columns: tuple[tuple[str, type], ...]) -> Mapping[str, ColumnElement[Any]]:
+    table = (
+        func.unnest(
+            *(bindparam(f"given_{name}", type_=ARRAY(_TYPES[kind])) for name, kind in columns)
+        )
+        .table_valued(*(column(name, _TYPES[kind]) for name, kind in columns), name="given")
+        .render_derived()
+    )
+    return {name: table.c[name] for name, _ in columns}
+
+
+@cache
+def _json(columns: tuple[tuple[str, type], ...]) -> Mapping[str, ColumnElement[Any]]:
     each = func.json_each(bindparam("given", type_=Text())).table_valued("value")
     # materialized: else SQLite extracts a value anew for each use, and may join jobs first
     extracted = (
@@ -66,13 +78,13 @@ def given(
                 func.json_extract(
                     each.c.value, literal_column(f"'$[{i}]'"), type_=_TYPES[kind]
                 ).label(name)
-                for i, (name, kind) in enumerate(columns.items())
+                for i, (name, kind) in enumerate(columns)
             )
         )
         .cte("given")
         .prefix_with("MATERIALIZED")
     )
-    return Given({name: extracted.c[name] for name in columns}, {"given": json.dumps(rows)})
+    return {name: extracted.c[name] for name, _ in columns}
 
 
 def insert_into(connection: Connection, table: Table) -> Any:
