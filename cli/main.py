@@ -4,7 +4,9 @@ process holds only its own floor of the house.
 Exit status: 0 done, 1 it failed (the last line on stderr says why), 2 wrong usage.
 """
 
+import atexit
 import errno
+import gc
 import importlib
 import sys
 
@@ -66,6 +68,7 @@ def tokenmill() -> None:
 
 def main() -> None:
     """Entry point of the `tokenmill` script."""
+    atexit.register(gc.freeze)  # nobody should wait for a last look through all objects
     try:
         tokenmill()
     except SettingsError as error:

@@ -36,9 +36,9 @@ from worker.messages import (
     encode,
 )
 
-STOP_GRACE_S = 2.0  # for the process to end by itself after a Stop
+STOP_GRACE_S = 0.5  # for the process to end by itself after a Stop: it holds nothing any more
 RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # from the first death in a row on
-STEADY_AFTER_S = 60.0  # an engine that lived this long was no failed start
+STEADY_AFTER_S = 60.0  # an engine that lived this long, or ended a request, was no failed start
 PHASES = {
     "weights": "loading weights",
     "kernels": "compiling kernels for this CPU, once: about a minute",
@@ -83,6 +83,7 @@ class EngineClient:
         self.ready: Ready | None = None  # of the process now running; None while there is none
         self.num_steps = 0  # of the process now running, as it last said
         self.num_restarts = 0
+        self._has_ended_some = False  # requests, the process now running
         self.failing = False  # the last process ended before its model was loaded
 
     @property
@@ -136,7 +137,8 @@ class EngineClient:
             if not self._settled.is_set():
                 self._settled.set()
                 return
-            failures = 0 if time.monotonic() - began > STEADY_AFTER_S else failures + 1
+            steady = self._has_ended_some or time.monotonic() - began > STEADY_AFTER_S
+            failures = 0 if steady else failures + 1
             wait_s = restart_wait_s(failures)
             logger.warning("engine process ended: %s; restart in %g s", ending, wait_s)
             self._stopping.wait(wait_s)
@@ -181,6 +183,7 @@ class EngineClient:
         pipe = self._pipe = Connection(ours.detach())
         self._start_error = None
         self.num_steps = 0
+        self._has_ended_some = False
         with contextlib.suppress(OSError):  # it died at once; reading will say so
             pipe.send_bytes(encode(self._start))
         return self._process, pipe
@@ -191,6 +194,7 @@ class EngineClient:
             match decode_report(pipe.recv_bytes()):
                 case Stepped() as stepped:
                     self.num_steps = stepped.num_steps
+                    self._has_ended_some |= bool(stepped.ended)
                     self._events.on_stepped(stepped)
                 case Loading(phase):
                     logger.info("engine process: %s", PHASES[phase])

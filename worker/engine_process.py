@@ -5,7 +5,9 @@ and reports both in one message. It ends when the pipe does: a parent that died,
 leaves no engine behind. It leaves signals to the parent, who decides what is to be finished.
 """
 
+import atexit
 import dataclasses
+import gc
 import logging
 import os
 import sys
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 def main(fd: int) -> int:
     """Serve the parent at the other end of `fd` until it closes the pipe or says stop."""
     heed_parent_alone()
+    atexit.register(gc.freeze)  # its parent waits for the end, and need not for a last collection
     pipe = Connection(fd)
     try:
         start = decode_start(pipe.recv_bytes())

@@ -281,9 +281,11 @@ class EnginePool(BasePool):
         if self._hub is not None:
             self._hub.call_repeatedly(TURN_S, _nothing)  # that no turn waits for news
         parts.dispatcher.begin_drain()
+        logger.info("draining: %d jobs in hand", parts.dispatcher.num_in_hands)
         deadline = time.monotonic() + self.settings.drain_grace_s
         while parts.dispatcher.num_in_hands and not self._hurried and time.monotonic() < deadline:
             self._turn_hub()
+        logger.info("handing back %d jobs", parts.dispatcher.num_in_hands)
         parts.dispatcher.hand_back_all()
         flushed = parts.ledger.flush()
         deadline = time.monotonic() + FLUSH_S
@@ -295,6 +297,7 @@ class EnginePool(BasePool):
         for _ in range(2):  # what the last answers asked for, and the acknowledgements of that
             self._turn_hub()
         self._others.shutdown(cancel_futures=True)
+        logger.info("stopped")
 
     on_terminate = on_stop
 

@@ -234,8 +234,10 @@ def test_a_killed_engine_is_replaced_and_hears_nothing_that_was_meant_for_the_de
     assert isinstance(second, Ready)
     assert second.pid != first.pid
     assert bench.client.num_restarts == 1
+    assert not bench.client._has_ended_some
     bench.client.send(add("real"))
     [ended] = bench.until(lambda step: step.ended).ended
+    assert bench.client._has_ended_some
     assert ended.key == "real"
     bench.client.stop()
     assert gone(second.pid)
