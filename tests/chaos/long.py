@@ -82,10 +82,11 @@ PLANS = [
     Plan(faults=scenarios.half_open_redis, size=Size(num_jobs=200, num_faults=1, pause_s=0.8)),
     Plan(faults=scenarios.wrong_clocks, size=Size(num_jobs=300, num_faults=1)),
     Plan(faults=more.starve_of_memory, size=Size(num_jobs=200, num_faults=3, pause_s=1.5)),
-    Plan(  # of jobs that mostly do not fit the grace
+    Plan(  # of jobs that mostly do not fit the grace; the other worker has room for them
         faults=more.drain,
         most_tokens=400,
-        size=Size(num_jobs=400, num_faults=26, tokens=(20, 400), per_call=4, pause_s=5.5),
+        env={"TOKENMILL_MAX_NUM_SEQS": "48"},
+        size=Size(num_jobs=600, num_faults=30, tokens=(20, 400), per_call=4, pause_s=7.0),
     ),
     Plan(faults=more.poison, size=Size(num_jobs=300, num_faults=7, per_call=4, pause_s=3.0)),
     Plan(faults=more.odd_messages, size=Size(num_jobs=100, num_faults=1, pause_s=1.0)),
