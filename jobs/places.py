@@ -186,10 +186,11 @@ def line(connection: Connection, model: str) -> Line:
         for tenant in cut if left > len(cut) else ():
             found[tenant] = _of(connection, model, tenant, share + left // len(cut))
         rows = [each for places in found.values() for each in places]
-    query = select(jobs.c.tenant_id, func.count()).where(jobs.c.model == model, RUNNING)
     running: Counter[str] = Counter()
-    for tenant, num in connection.execute(query.group_by(jobs.c.tenant_id)):
-        running[tenant] = num
+    if len({each.tenant for each in rows}) > 1:  # else nobody's turn is before another's
+        query = select(jobs.c.tenant_id, func.count()).where(jobs.c.model == model, RUNNING)
+        for tenant, num in connection.execute(query.group_by(jobs.c.tenant_id)):
+            running[tenant] = num
     return Line(rows, running=running)
 
 
