@@ -128,9 +128,12 @@ def main() -> None:
     command = [sys.executable, "-m", "cli.main", "dataset", "run", str(spec)]
     command += ["--model", options.model, "--data-dir", str(options.folder / "service")]
     began = time.monotonic()
-    subprocess.run(command, check=False)
+    status = subprocess.run(command, check=False).returncode
     seconds = time.monotonic() - began
-    manifest = json.loads((options.folder / "out" / "manifest.json").read_text())
+    made = options.folder / "out" / "manifest.json"
+    if not made.exists():
+        sys.exit(status)
+    manifest = json.loads(made.read_text())
     print(
         json.dumps(
             {

@@ -122,11 +122,28 @@ def read_spec(path: Path) -> Spec:
 
 
 def digest(spec: Spec) -> str:
-    """Of what decides the rows that come out: limits may be raised, and the same dataset go on."""
-    fields = msgspec.to_builtins(spec)
-    del fields["limits"], fields["priority"]
-    text = json.dumps(fields, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Of what decides the rows that come out: limits may be raised, and the same dataset go on.
+
+    Fields at their default are left out, so that one of a later version changes nothing.
+    """
+    fields = _given(spec)
+    fields.pop("limits", None)
+    fields.pop("priority", None)
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_given(each) for each in value]
+    if not isinstance(value, _Strict):
+        return value
+    found = {}
+    for field in msgspec.structs.fields(value):
+        made = field.default_factory
+        default = field.default if made is msgspec.NODEFAULT else made()
+        if getattr(value, field.name) != default:
+            found[field.name] = _given(getattr(value, field.name))
+    return found
 
 
 def _check(spec: Spec, path: Path) -> None:

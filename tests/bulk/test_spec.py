@@ -135,5 +135,10 @@ def test_a_seed_is_a_place_s_own(tmp_path):
 def test_a_spec_s_digest_knows_what_it_says_not_how(tmp_path):
     one = digest(spec_of(tmp_path))
     assert digest(spec_of(tmp_path, "# spec\n" + GOOD)) == one
+    assert digest(spec_of(tmp_path, GOOD + "samples: 1\nrepair: {how: reseed}\n")) == one
+    checked = GOOD + "validate: [{regex: a}]\n"
+    assert len({digest(spec_of(tmp_path, text)) for text in (
+        GOOD, checked, checked.replace("regex: a", "regex: b"), GOOD + "parameters: {top_k: 1}\n"
+    )}) == 4  # fmt: skip
     assert digest(spec_of(tmp_path, GOOD + "limits: {tokens: 9}\npriority: 0\n")) == one
     assert digest(spec_of(tmp_path, GOOD + "seed: 1\n")) != one
