@@ -223,7 +223,9 @@ async def _once_tried(services: Services, delivery: Delivery) -> Delivery:
             ),
         )
         for each in found:
-            if each.id == delivery.id and each.tried_at is not None:
+            # tried_at alone says that a sweeper has it in hand
+            known = each.status_code is not None or each.error is not None
+            if each.id == delivery.id and known:
                 return each
         await asyncio.sleep(LOOK_S)
     raise Unavailable("no sweeper has sent the event yet", code="not_sent")
