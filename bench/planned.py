@@ -54,7 +54,7 @@ def main() -> None:
     engine = LLMEngine(
         EngineConfig(
             model=str(options.model), num_threads=options.threads, block_size=BLOCK,
-            num_blocks=num_blocks, max_num_seqs=options.seats,
+            num_blocks=num_blocks, max_num_seqs=options.seats, kernels=options.kernels,
         )
     )  # fmt: skip
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, temperature=0.0)
@@ -105,6 +105,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--seats", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=2000, help="token ids that are drawn")
+    parser.add_argument("--kernels", default="auto")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--repeat", type=int, default=3)
     return parser.parse_args()
