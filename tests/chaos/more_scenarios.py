@@ -254,7 +254,10 @@ def odd_messages(storm: Storm) -> None:
 
 
 def kill_now_and_then(storm: Storm, every_s: float = 20.0) -> None:
-    """Bar 3: a kill every 20 seconds, of a worker or an engine in turn, while long jobs run."""
+    """Bar 3: a kill every 20 seconds, of a worker or an engine in turn, while long jobs run.
+
+    No recovery is timed: all seats are taken, by jobs that take as long.
+    """
     folder: Path = storm.cluster.folder
     generated_before, again_before = tokens_of_engines(folder)
     due = time.monotonic() + every_s
@@ -269,7 +272,7 @@ def kill_now_and_then(storm: Storm, every_s: float = 20.0) -> None:
         worker = storm.rng.choice(storm.cluster.workers)
         pid = storm.cluster.engine_pid(worker)
         if i % 2 == 0 or pid is None:
-            storm.kill_worker(worker)
+            storm.cluster.kill(worker)
         else:
             storm.cluster.num_kills += 1
             with contextlib.suppress(ProcessLookupError):
