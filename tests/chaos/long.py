@@ -86,7 +86,7 @@ PLANS = [
         faults=more.drain,
         most_tokens=400,
         env={"TOKENMILL_MAX_NUM_SEQS": "48"},
-        size=Size(num_jobs=600, num_faults=30, tokens=(20, 400), per_call=4, pause_s=7.0),
+        size=Size(num_jobs=800, num_faults=30, tokens=(20, 400), per_call=4, pause_s=7.0),
     ),
     Plan(faults=more.poison, size=Size(num_jobs=300, num_faults=7, per_call=4, pause_s=3.0)),
     Plan(faults=more.odd_messages, size=Size(num_jobs=100, num_faults=1, pause_s=1.0)),

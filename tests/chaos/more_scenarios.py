@@ -102,6 +102,8 @@ def drain(storm: Storm) -> None:
             exits.append(time.monotonic() - began)
             left = storm.cluster.unsettled(held)
             storm.watch("a drain", {i: held[i] for i in left}, ELSEWHERE_S)
+            if held and not left:  # all of them ran elsewhere, or had ended, before its exit
+                storm.recoveries.append(Recovery("a drain", 0.0, ELSEWHERE_S + storm.slack_s))
         storm.cluster.until(storm.cluster.ready)
     slowest = max(exits, default=0.0)
     storm.result.figures |= {
