@@ -61,9 +61,9 @@ def starve_of_memory(storm: Storm) -> None:
         if not storm.meet_work():
             break
         worker = storm.cluster.workers[i % len(storm.cluster.workers)]
+        storm.cluster.until(lambda: storm.cluster.engine_pid(worker) is not None)  # noqa: B023
         pid = storm.cluster.engine_pid(worker)
-        if pid is None:
-            continue
+        assert pid is not None
         storm.cluster.num_stops += 1
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             limit = psutil.Process(pid).memory_info().vms + (1 << 20)

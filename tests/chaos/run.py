@@ -99,10 +99,13 @@ class Storm:
         return self.clients.done and self.cluster.all_ended(self.name, num)
 
     def kill_worker(self, worker: Child) -> None:
-        """SIGKILL; the time is taken until all it held runs again or has ended."""
+        """SIGKILL; the time is taken until all it held runs again or has ended.
+
+        Not where it is the only one: its jobs wait for a new process and its model.
+        """
         record = self.cluster.record_of(worker)
         self.cluster.kill(worker)
-        if record is not None:
+        if record is not None and len(self.cluster.workers) > 1:
             self.watch("kill -9 of a worker", self.cluster.running(record.id), RECOVERY_S)
 
     def watch(self, kind: str, fences: dict[str, int], bound_s: float) -> None:
