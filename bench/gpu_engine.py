@@ -22,6 +22,8 @@ from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.speculator import Speculator
 from engine.step_memory import max_num_scored_tokens
 from engine.step_plan import StepPlan
 from engine.step_result import OnDevice, StepResult
@@ -112,12 +114,19 @@ class Times:
 class Engine:
     """Sequences in, times of their tokens out."""
 
-    def __init__(self, runner: ModelRunner, max_num_seqs: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_num_seqs: int,
+        num_tokens: int,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.runner = runner
         self.seconds: dict[str, float] = {}
         self.times: dict[str, Times] = {}
         self.token_ids: dict[str, list[int]] = {}
         self.num_steps = 0
+        self.totals = Totals()
         self._gpu: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._scheduler = Scheduler(
             num_blocks=runner.num_blocks, block_size=16, max_num_seqs=max_num_seqs,
@@ -126,8 +135,9 @@ class Engine:
             enable_prefix_caching=False,
         )  # fmt: skip
         self._stepper = Stepper(
-            runner, self._scheduler, Totals(), time.perf_counter,
-            speculator=None, has_waiting=lambda sequence: False, on_start=lambda plan, now: None,
+            runner, self._scheduler, self.totals, time.perf_counter,
+            speculator=speculator, has_waiting=lambda sequence: False,
+            on_start=lambda plan, now: None,
         )  # fmt: skip
 
     def add(self, name: str, prompt: list[int], max_tokens: int, **options: Any) -> None:
@@ -144,9 +154,9 @@ class Engine:
 
     def _take_in(self, plan: StepPlan, result: StepResult) -> None:
         self.num_steps += 1
-        tokens = [token if isinstance(token, int) else None for token in result.tokens]
+        tokens = [token if isinstance(token, int | list) else None for token in result.tokens]
         for row, token in zip(plan.scheduled, result.tokens, strict=True):
-            assert token is None or isinstance(token, int), token
+            assert token is None or isinstance(token, int | list), token
             if token is not None:
                 self.times[row.sequence.request_id].token_at.append(time.perf_counter())
         changed: list[Sequence] = self._scheduler.update(plan, tokens, time.perf_counter())
@@ -280,21 +290,38 @@ def under_load(
     }  # fmt: skip
 
 
-def same_texts(config: dict[str, Any], device: torch.device, **settings: Any) -> Row:
-    """Tokens with graphs and overlap, and without either: the same draws of the same logits."""
+def same_texts(config: dict[str, Any], device: torch.device, **settings: Any) -> Iterator[Row]:
+    """Tokens with graphs, overlap and drafts, and without: the same draws of the same logits."""
     draw = random.Random(3)
     prompts = [some_prompt(draw, config["vocab_size"], 5 + 9 * i) for i in range(5)]
-    texts = []
-    for fast in (False, True):
+
+    def texts(fast: bool, speculation: str) -> Engine:
         torch.manual_seed(0)  # of the weights
         runner, _ = runner_of(
-            config, device, cuda_graphs=fast, overlap_steps=fast, dtype="float32", **settings
-        )
+            config, device, cuda_graphs=fast, overlap_steps=fast, dtype="float32",
+            speculation=speculation, **settings,
+        )  # fmt: skip
         runner.overlaps = fast
-        engine = Engine(runner, 8, 64)
+        speculator = None
+        if speculation != "off":
+            speculator = Speculator(NgramProposer(), 4, time.perf_counter)
+        engine = Engine(runner, 8, 64, speculator)
         for i, prompt in enumerate(prompts):
-            engine.add(str(i), prompt, 24, temperature=0.5 * (i % 3), seed=i)
+            engine.add(
+                str(i), prompt, 24, temperature=0.5 * (i % 3), seed=i,
+                # it hangs on the token before
+                presence_penalty=0.5 * (i % 2),
+                # few ids, so that texts repeat themselves
+                allowed_token_ids=(7, 8, 9, 10) if i > 2 else None,
+            )  # fmt: skip
         while engine.busy:
             engine.step()
-        texts.append(engine.token_ids)
-    return {"kernel": "graphs and overlap", "ok": texts[0] == texts[1], "of": len(prompts)}
+        return engine
+
+    wanted = texts(False, "off").token_ids
+    for name, speculation in (("graphs and overlap", "off"), ("graphs and drafts", "ngram")):
+        engine = texts(True, speculation)
+        yield {
+            "kernel": name, "ok": engine.token_ids == wanted, "of": len(prompts),
+            "confirmed": engine.totals.confirmed_tokens,
+        }  # fmt: skip

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import draws, fp8, reference
-from engine.kernels.packed_weight import quantized_4, quantized_8
+from engine.kernels.packed_weight import quantized_4, quantized_8, quantized_fp8
 from engine.kernels.registry import REFERENCE, Kernels
 
 Row = dict[str, object]
@@ -31,6 +31,8 @@ class Sizes:
     contexts: tuple[int, ...] = (512, 4096, 32768)
     prompts: tuple[int, ...] = (512, 2048, 8192, 16384)
     most_cache_bytes: int = 24 << 30
+    aimed_decode: tuple[int, int] = (64, 4096)  # batch, context
+    aimed_prompt: int = 8192
     copy_bytes: int = 4 << 30
     matrix: int = 8192
 
@@ -38,6 +40,7 @@ class Sizes:
 DRY = Sizes(
     heads=4, kv_heads=2, head_dim=16, hidden=64, intermediate=128, vocab=300, batches=(1, 3),
     contexts=(32,), prompts=(48,), most_cache_bytes=1 << 20, copy_bytes=1 << 16, matrix=64,
+    aimed_decode=(2, 40), aimed_prompt=40,
 )  # fmt: skip
 
 
@@ -151,70 +154,104 @@ def attention_in_float64(case: dict[str, Any], scale: float) -> Tensor:
     return torch.cat(out)
 
 
-def proofs(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Row]:
-    """Each kernel's largest error against float64, of the largest number there is."""
-    rows: list[Row] = []
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    most = 16 * torch.finfo(dtype).eps
+class Proof:
+    """Rows that say how far an operation's numbers are from float64's, of the largest there is."""
 
-    def check(name: str, found: Tensor, wanted: Tensor, allowed: float = most) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def row(self, name: str, found: Tensor, wanted: Tensor, allowed: float | None = None) -> Row:
+        most = 16 * torch.finfo(self.dtype).eps if allowed is None else allowed
         off = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
-        rows.append({"kernel": name, "error": off.item(), "ok": bool(off <= allowed)})
+        return {"kernel": name, "error": off.item(), "ok": bool(off <= most)}
 
-    def random(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=dtype).normal_()
+    def random(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype).normal_()
 
+
+def proofs(kernels: Kernels, device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Each kernel against float64. One that fails is told with what it says; the others go on."""
+    proof = Proof(device)
+    for prove in (
+        lambda: prove_attention(proof, kernels, sizes),
+        lambda: prove_stores(proof, kernels, sizes),
+        lambda: prove_sums(proof, kernels, sizes),
+        lambda: prove_packed(proof, kernels, sizes),
+        lambda: prove_fp8(proof, kernels, sizes),
+        lambda: prove_experts(proof, kernels),
+        lambda: draw_proofs(kernels, device, sizes.vocab),
+    ):
+        rows = iter(prove())
+        try:
+            yield from rows
+        except Exception as error:  # noqa: BLE001 (of a kernel that nobody has run before)
+            yield {"kernel": "?", "failed": f"{type(error).__name__}: {error}"[:1000], "ok": False}
+
+
+def prove_attention(proof: Proof, kernels: Kernels, sizes: Sizes) -> Iterator[Row]:
     scale = sizes.head_dim**-0.5
     longest = max(sizes.prompts[0], 40)
     for queries in ([(1, longest), (1, 3), (1, 17)], [(longest - 7, longest), (1, 33), (5, 20)]):
-        for kept in (None, *types_of_8_bits(device)):
-            case = attention_case(sizes, device, dtype, queries, kept)
+        for kept in (None, *types_of_8_bits(proof.device)):
+            case = attention_case(sizes, proof.device, proof.dtype, queries, kept)
             found = kernels.paged_attention(**case, scale=scale)
-            name = f"paged_attention {queries} {kept or dtype}"
-            check(name, found, attention_in_float64(case, scale))
+            name = f"paged_attention {queries} {kept or proof.dtype}"
+            yield proof.row(name, found, attention_in_float64(case, scale))
+
+
+def prove_sums(proof: Proof, kernels: Kernels, sizes: Sizes) -> Iterator[Row]:
+    random = proof.random
     x, residual, weight = random(7, sizes.hidden), random(7, sizes.hidden), random(sizes.hidden)
     total = (x + residual).double()
     norm = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    check("add_rms_norm", kernels.add_rms_norm(x, residual, weight, 1e-5), norm)
+    yield proof.row("add_rms_norm", kernels.add_rms_norm(x, residual, weight, 1e-5), norm)
     gate_up = random(5, 2 * sizes.intermediate)
     gate, up = gate_up.double().chunk(2, -1)
-    check("silu_mul", kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    silu = torch.nn.functional.silu(gate) * up
+    yield proof.row("silu_mul", kernels.silu_mul(gate_up), silu)
     gelu = torch.nn.functional.gelu(gate, approximate="tanh") * up
-    check("gelu_mul", kernels.gelu_mul(gate_up), gelu)
-    whole = random(sizes.hidden, 256) / 16
+    yield proof.row("gelu_mul", kernels.gelu_mul(gate_up), gelu)
+
+
+def prove_packed(proof: Proof, kernels: Kernels, sizes: Sizes) -> Iterator[Row]:
+    whole = proof.random(sizes.hidden, 256) / 16
     for packed in (quantized_8(whole), quantized_4(whole)):
-        inputs = random(9, 256)
-        wanted = inputs.double() @ packed.dequantized(dtype).double().T
-        check(f"packed_linear {packed.bits}", kernels.packed_linear(inputs, packed, None), wanted)
-    first, second = random(5, 2 * 64, 128) / 11, random(5, 128, 64) / 8
-    scores = torch.stack([torch.randperm(5, device=device) for _ in range(33)]).to(dtype)
-    tokens = random(33, 128)
-    wanted = reference.moe(
-        tokens.double(), scores.double(), first.double(), second.double(), 2, True
+        inputs = proof.random(9, 256)
+        wanted = inputs.double() @ packed.dequantized(proof.dtype).double().T
+        found = kernels.packed_linear(inputs, packed, None)
+        yield proof.row(f"packed_linear {packed.bits}", found, wanted)
+
+
+def prove_fp8(proof: Proof, kernels: Kernels, sizes: Sizes) -> Iterator[Row]:
+    values, scales = fp8.quantize_rows(proof.random(sizes.hidden, 256) / 16)
+    inputs = proof.random(16, 256)
+    rows, row_scales = fp8.quantize_rows(inputs)
+    wanted = (rows.double() * row_scales.double()) @ (values.double() * scales.double()).T
+    found = kernels.fp8_linear(inputs, values, scales.T.contiguous(), None)
+    yield proof.row("fp8_linear", found, wanted)
+
+
+def prove_experts(proof: Proof, kernels: Kernels) -> Iterator[Row]:
+    first, second = proof.random(5, 2 * 64, 128) / 11, proof.random(5, 128, 64) / 8
+    scores = torch.stack([torch.randperm(5) for _ in range(33)]).to(proof.device, proof.dtype)
+    tokens = proof.random(33, 128)
+    ways: tuple[tuple[str, Any], ...] = (
+        ("", lambda w: w),
+        (" of 4 bits", lambda w: quantized_4(w.flatten(0, 1), 64)),
+        (" of fp8", lambda w: quantized_fp8(w.flatten(0, 1))),
     )
-    check("moe", kernels.moe(tokens, scores, first, second, 2, True), wanted)
-    small, smaller = (quantized_4(each.flatten(0, 1), 64) for each in (first, second))
-    wanted = reference.moe(tokens.double(), scores.double(), small, smaller, 2, True)
-    check("moe of 4 bits", kernels.moe(tokens, scores, small, smaller, 2, True), wanted)
-    values, scales = fp8.quantize_rows(whole)
-    inputs = random(16, 256)
-    rows_8, row_scales = fp8.quantize_rows(inputs)
-    wanted = (rows_8.double() * row_scales.double()) @ (values.double() * scales.double()).T
-    check("fp8_linear", kernels.fp8_linear(inputs, values, scales.T.contiguous(), None), wanted)
-    prove_stores(check, random, kernels, sizes)
-    rows += draw_proofs(kernels, device, sizes.vocab)
-    return rows
+    for name, made in ways:
+        up, down = made(first), made(second)
+        exact = (up, down) if name else (first.double(), second.double())
+        wanted = reference.moe(tokens.double(), scores.double(), exact[0], exact[1], 2, True)
+        yield proof.row(f"moe{name}", kernels.moe(tokens, scores, up, down, 2, True), wanted)
 
 
-def prove_stores(
-    check: Callable[[str, Tensor, Tensor, float], None],
-    random: Callable[..., Tensor],
-    kernels: Kernels,
-    sizes: Sizes,
-) -> None:
+def prove_stores(proof: Proof, kernels: Kernels, sizes: Sizes) -> Iterator[Row]:
     """Keys turned and values stored, in the model's type and in 8 bits."""
-    key, value = random(2, 9, sizes.kv_heads, sizes.head_dim)
-    device, dtype = key.device, key.dtype
+    key, value = proof.random(2, 9, sizes.kv_heads, sizes.head_dim)
+    device, dtype = proof.device, proof.dtype
     angles = torch.rand(9, sizes.head_dim // 2, device=device) * 100
     low, high = key.double().chunk(2, -1)
     cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
@@ -224,12 +261,11 @@ def prove_stores(
     for kept in (dtype, *types_of_8_bits(device)):
         width = sizes.head_dim + (4 if kept.itemsize == 1 else 0)
         cache = torch.zeros(4, sizes.kv_heads, 2, 16, width, device=device, dtype=kept)
-        query = random(9, sizes.heads, sizes.head_dim)
+        query = proof.random(9, sizes.heads, sizes.head_dim)
         kernels.rotary_store_kv(query, key.clone(), value, angles.cos(), angles.sin(), cache, slots)
         held = numbers_of(cache).permute(0, 3, 2, 1, 4).flatten(0, 1)[slots]
         wanted = torch.stack((turned, value.double()), 1)
-        allowed = steps.get(kept, 16 * torch.finfo(dtype).eps)
-        check(f"rotary_store_kv {kept}", held, wanted, allowed)
+        yield proof.row(f"rotary_store_kv {kept}", held, wanted, steps.get(kept))
 
 
 def types_of_8_bits(device: torch.device) -> list[torch.dtype]:
@@ -252,54 +288,59 @@ def draw_proofs(kernels: Kernels, device: torch.device, vocab: int) -> list[Row]
     return [{"kernel": "draw", "same": same, "of": len(words), "ok": same == len(words)}]
 
 
-def timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) -> list[Row]:
-    dtype = torch.bfloat16
-    scale = sizes.head_dim**-0.5
-    token_bytes = 2 * sizes.kv_heads * sizes.head_dim * dtype.itemsize
-    rows: list[Row] = []
+def aimed_at(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """The two shapes that the aims name, before all others."""
+    yield decode_row(kernels, timer, device, sizes, *sizes.aimed_decode)
+    yield prefill_row(kernels, timer, device, sizes, sizes.aimed_prompt)
+
+
+def timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    yield from linear_timings(kernels, timer, device, sizes)
+    for kept in types_of_8_bits(device):
+        yield decode_row(kernels, timer, device, sizes, *sizes.aimed_decode, kept)
+    for length in sizes.prompts:
+        if length != sizes.aimed_prompt:
+            yield prefill_row(kernels, timer, device, sizes, length)
+    token_bytes = 4 * sizes.kv_heads * sizes.head_dim
     for batch in sizes.batches:
         for context in sizes.contexts:
-            if batch * context * token_bytes > sizes.most_cache_bytes:
-                continue
-            case = attention_case(sizes, device, dtype, [(1, context)] * batch)
-            seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]
-            rows.append(
-                {
-                    "kernel": "decode attention", "batch": batch, "context": context,
-                    "ms": seconds * 1e3, "gb_s": batch * context * token_bytes / seconds / 1e9,
-                }
-            )  # fmt: skip
-            del case
-    context = sizes.contexts[-1] if len(sizes.contexts) == 1 else 4096
-    for kept in types_of_8_bits(device):
-        batch = sizes.batches[-2]
-        case = attention_case(sizes, device, dtype, [(1, context)] * batch, kept)
-        seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]
-        size = batch * context * 2 * sizes.kv_heads * (sizes.head_dim + 4)
-        rows.append(
-            {
-                "kernel": f"decode attention, {kept} cache", "batch": batch, "context": context,
-                "ms": seconds * 1e3, "gb_s": size / seconds / 1e9,
-            }
-        )  # fmt: skip
-        del case
-    for length in sizes.prompts:
-        case = attention_case(sizes, device, dtype, [(length, length)])
-        seconds = timer(lambda case=case: kernels.paged_attention(**case, scale=scale))  # type: ignore[misc]
-        operations = 2 * length**2 * sizes.heads * sizes.head_dim
-        rows.append(
-            {
-                "kernel": "prefill attention", "length": length,
-                "ms": seconds * 1e3, "tflop_s": operations / seconds / 1e12,
-            }
-        )  # fmt: skip
-        del case
-    return rows + linear_timings(kernels, timer, device, sizes)
+            fits = batch * context * token_bytes <= sizes.most_cache_bytes
+            if fits and (batch, context) != sizes.aimed_decode:
+                yield decode_row(kernels, timer, device, sizes, batch, context)
 
 
-def linear_timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes) -> list[Row]:
+def decode_row(
+    kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes, batch: int, context: int,
+    kept: torch.dtype | None = None,
+) -> Row:  # fmt: skip
+    case = attention_case(sizes, device, torch.bfloat16, [(1, context)] * batch, kept)
+    scale = sizes.head_dim**-0.5
+    seconds = timer(lambda: kernels.paged_attention(**case, scale=scale))
+    of_a_token = 2 * sizes.head_dim if kept is None else sizes.head_dim + 4
+    size = batch * context * 2 * sizes.kv_heads * of_a_token
+    return {
+        "kernel": "decode attention" if kept is None else f"decode attention, {kept} cache",
+        "batch": batch, "context": context, "ms": seconds * 1e3, "gb_s": size / seconds / 1e9,
+    }  # fmt: skip
+
+
+def prefill_row(
+    kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes, length: int
+) -> Row:
+    case = attention_case(sizes, device, torch.bfloat16, [(length, length)])
+    scale = sizes.head_dim**-0.5
+    seconds = timer(lambda: kernels.paged_attention(**case, scale=scale))
+    operations = 2 * length**2 * sizes.heads * sizes.head_dim
+    return {
+        "kernel": "prefill attention", "length": length,
+        "ms": seconds * 1e3, "tflop_s": operations / seconds / 1e12,
+    }  # fmt: skip
+
+
+def linear_timings(
+    kernels: Kernels, timer: Timer, device: torch.device, sizes: Sizes
+) -> Iterator[Row]:
     """The gate and up projection in each way to keep it, and what stands beside products."""
-    rows: list[Row] = []
     weight = torch.empty(2 * sizes.intermediate, sizes.hidden, device=device, dtype=torch.bfloat16)
     weight.normal_(std=0.02)
     small, smaller = quantized_8(weight), quantized_4(weight, min(128, sizes.hidden))
@@ -314,21 +355,18 @@ def linear_timings(kernels: Kernels, timer: Timer, device: torch.device, sizes: 
             ("int4", 0.5, lambda x=x: kernels.packed_linear(x, smaller, None)),
         ):
             seconds = timer(run)
-            rows.append(
-                {
-                    "kernel": f"linear {name}", "rows": count, "ms": seconds * 1e3,
-                    "gb_s": weight.numel() * size / seconds / 1e9,
-                    "tflop_s": 2 * weight.numel() * count / seconds / 1e12,
-                }
-            )  # fmt: skip
+            yield {
+                "kernel": f"linear {name}", "rows": count, "ms": seconds * 1e3,
+                "gb_s": weight.numel() * size / seconds / 1e9,
+                "tflop_s": 2 * weight.numel() * count / seconds / 1e12,
+            }  # fmt: skip
     logits = torch.randn(sizes.batches[-1], sizes.vocab, device=device)
     numbers = torch.tensor([[0.8, 0.95, -math.inf]], device=device, dtype=torch.float64)
     words = torch.tensor([[50, 1, 2]], device=device)
     count = len(logits)
     given = numbers.repeat(count, 1), words.repeat(count, 1)
     seconds = timer(lambda: kernels.draw(logits, *given))
-    rows.append({"kernel": "draw top-k top-p", "rows": count, "ms": seconds * 1e3})
-    return rows
+    yield {"kernel": "draw top-k top-p", "rows": count, "ms": seconds * 1e3}
 
 
 def kernels_for(device: torch.device) -> Kernels:

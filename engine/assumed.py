@@ -12,23 +12,22 @@ from contextlib import contextmanager
 
 from engine.sequence import Sequence, SequenceState
 from engine.step_plan import ScheduledSequence, StepPlan
-from engine.token_rules import NO_RULES
 
 UNKNOWN = -1  # in place of a token's id
 
 
 def may_stay_unknown(row: ScheduledSequence) -> bool:
-    """Whether the next step can be made without what this row draws or scores."""
+    """Whether the next step can be planned without what this row draws or scores.
+
+    Not that of a beam, which goes on in another place, nor behind drafts, of which nobody knows how
+    many count; nor while known tokens are scored, and perhaps nothing else.
+    """
     sequence = row.sequence
-    params = sequence.params
     return not (
-        sequence.token_filter is not None
-        or sequence.token_rules is not NO_RULES
-        or params.penalizes
-        or params.num_beams > 1
-        or params.allowed_token_ids
-        or sequence.num_scored_tokens is not None
+        sequence.params.num_beams > 1
         or row.draft_ids
+        or sequence.num_unscored_tokens
+        or sequence.ending is not None
     )
 
 
@@ -39,23 +38,25 @@ def assumed(plan: StepPlan) -> Iterator[set[Sequence]]:
     The sequence of a row that draws its last token has nothing left to compute.
     """
     rows = [
-        (row, row.samples, row.sequence.num_preemptions)
+        (row, row.samples, row.sequence.num_preemptions, row.sequence.num_scored_tokens)
         for row in plan.scheduled
         if row.sequence.state is SequenceState.RUNNING
     ]
-    for row, samples, _ in rows:
+    for row, samples, _, _ in rows:
         sequence = row.sequence
         assert sequence.token_ids[-1] != UNKNOWN, sequence
         sequence.num_computed_tokens += row.num_scheduled_tokens
         if samples:
             sequence.token_ids.append(UNKNOWN)
             sequence.is_complete = sequence.num_generated_tokens >= sequence.params.max_tokens
+        sequence.mark_scored()
     lost: set[Sequence] = set()
     try:
         yield lost
     finally:
-        for row, samples, num_preemptions in rows:
+        for row, samples, num_preemptions, num_scored_tokens in rows:
             sequence = row.sequence
+            sequence.num_scored_tokens = num_scored_tokens
             if samples:
                 assert sequence.token_ids.pop() == UNKNOWN, sequence
                 sequence.is_complete = False

@@ -23,6 +23,23 @@ class InFlight:
     def drop(self, sequences: Iterable[Sequence]) -> None:
         self._dropped |= set(sequences)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the next step finds there what this one draws."""
+        return self.launched is not None and self.launched.drawn is not None
+
+    def draw(self) -> None:
+        """Begin what the step may draw now that the one before it is taken in."""
+        assert self.launched is not None
+        live = self._live()
+        drawn = self.launched.draw(live)
+        if drawn is not None:
+            self.launched = drawn
+            self.plan = StepPlan(
+                tuple(self.plan.scheduled[i] for i in live), self.plan.block_copies
+            )
+            self._num_preemptions = [self._num_preemptions[i] for i in live]
+
     def live_plan(self) -> StepPlan:
         rows = tuple(self.plan.scheduled[i] for i in self._live())
         return StepPlan(rows, self.plan.block_copies)

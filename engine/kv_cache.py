@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.memory import allocate
+from engine.kernels.memory import allocate, sent
 from engine.kernels.registry import Kernels
 
 SCALE_BYTES = 4  # a float32 beside each token's key, and value, of a head, in 8 bits
@@ -76,6 +76,7 @@ class KVCache:
         if not copies:
             return
         device = self.layers[0].device
-        sources, destinations = torch.tensor(copies, dtype=torch.int64, device=device).unbind(1)
+        pairs = sent(torch.tensor(copies, dtype=torch.int64), device)
+        sources, destinations = pairs.unbind(1)
         for layer in self.layers:
             kernels.copy_blocks(layer, sources, destinations)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import draws
+from engine.kernels.memory import sent
 from engine.sampling_params import SamplingParams
 from engine.token_masks import apply_masks
 from engine.token_rules import TokenRules
@@ -168,7 +169,7 @@ def process(
     penalize: Penalize = draws.penalize,
 ) -> list[int]:
     """Apply each row's options to its logits; returns which rows were changed."""
-    changed = [i for i, row in enumerate(rows) if _asks(row)]
+    changed = [i for i, row in enumerate(rows) if asks(row)]
     if changed:
         with_tally = [(i, rows[i]) for i in changed if rows[i].tally is not None]
         _penalize(logits, with_tally, penalize)
@@ -180,7 +181,8 @@ def process(
     return changed
 
 
-def _asks(row: ProcessedRow) -> bool:
+def asks(row: ProcessedRow) -> bool:
+    """Whether any option changes the row's logits."""
     params = row.params
     return bool(
         row.banned
@@ -227,7 +229,7 @@ def _allow(logits: Tensor, rows: list[tuple[int, tuple[int, ...]]]) -> None:
     if rows:
         places = _places(logits, [(i, np.array(ids)) for i, ids in rows])
         values = logits[places]
-        logits[[i for i, _ in rows]] = -torch.inf
+        _blank(logits, [i for i, _ in rows])
         logits[places] = values
 
 
@@ -238,8 +240,12 @@ def _ban(logits: Tensor, rows: list[tuple[int, tuple[int, ...]]]) -> None:
 
 def _force(logits: Tensor, rows: list[tuple[int, int]]) -> None:
     if rows:
-        logits[[i for i, _ in rows]] = -torch.inf
-        logits[[i for i, _ in rows], [token for _, token in rows]] = 0.0
+        _blank(logits, [i for i, _ in rows])
+        logits[_places(logits, [(i, np.array([token])) for i, token in rows])] = 0.0
+
+
+def _blank(logits: Tensor, rows: list[int]) -> None:
+    logits.index_fill_(0, _tensor(np.array(rows), logits), -torch.inf)
 
 
 def _places(
@@ -251,4 +257,4 @@ def _places(
 
 
 def _tensor(array: NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+    return sent(torch.from_numpy(array), like.device)

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import logits_processors
-from engine.assumed import UNKNOWN, may_stay_unknown
+from engine.assumed import UNKNOWN
 from engine.collectives import ALONE, Group
 from engine.config import EngineConfig
 from engine.crew import Crew
 from engine.cuda_graphs import Shape, StepGraphs, cuda_capture, shapes_for
-from engine.draws import Draws
 from engine.kernels.memory import sent
 from engine.kernels.registry import REFERENCE, select_kernels
 from engine.kv_cache import KVCache, KVCacheShape
@@ -31,13 +29,12 @@ from engine.models.packing import (
     telling_of_compilation,
 )
 from engine.models.step_times import max_num_batched_tokens
-from engine.sampler import draw_on_device, sample
 from engine.step_batch import StepArrays, StepBatch, plan_arrays
+from engine.step_draws import StepDraws
 from engine.step_memory import StepMemory
 from engine.step_message import decode_step, encode_step
 from engine.step_plan import ScheduledSequence, StepPlan
-from engine.step_result import Drawn, Known, Launched, OnDevice, StepResult
-from engine.step_scores import confirm, score_drawn, score_known
+from engine.step_result import Drawn, Known, Launched, StepResult
 from engine.weights import Checkpoint, resolve_folder
 
 logger = logging.getLogger(__name__)
@@ -132,14 +129,16 @@ class ModelRunner:
                     quantization="none" if packing is not None else config.quantization,
                     group=self._group,
                 )
-                self._draws = compiled_draws(packing)
+                compiled = compiled_draws(packing)
             self.eos_token_ids = checkpoint.eos_token_ids | eos_token_ids
             # a cache filled in another type, or by other kernels, holds other numbers
             kept_as = f"{dtype} {kv_dtype} {packing} {config.quantization}"
             self.model_id = checkpoint.fingerprint + kept_as.encode()
         self.vocab_size = self._model.vocab_size
         self.max_model_len = _max_model_len(config, self._model)
-        self._draws_of = Draws(self.eos_token_ids)
+        self._draws = StepDraws(
+            self.eos_token_ids, self._kernels, compiled, by_kernels=self.device.type == "cuda"
+        )
         self._block_size = config.block_size
         self._shape = KVCacheShape(
             layers=self._model.kv_layers, block_size=config.block_size, dtype=kv_dtype
@@ -175,51 +174,25 @@ class ModelRunner:
 
         Changes the KV cache.
         """
-        return self._run(plan, None)
+        if self._crew is not None and plan.block_copies:
+            with self._crew.in_step():
+                self._crew.send(encode_step(plan.block_copies, None))
+        self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
+        if plan.empty:
+            return StepResult([], {})
+        return self._draws.made(plan.scheduled, self.logits(plan.scheduled))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before: Launched | None) -> Launched:
         """Begin a step, with tokens that the one before draws and that only the device knows yet.
 
-        Where the next step could not be made without its result, it is there when this returns.
+        Draws that hang on these tokens begin later, with the step's own `draw`.
         """
-        drawn = before.drawn if isinstance(before, OnDevice) else None
-        if not all(map(may_stay_unknown, plan.scheduled)):
-            return Known(self._run(plan, drawn))
         self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
         if plan.empty:
             return Known(StepResult([], {}))
-        rows = [row for row in plan.scheduled if row.samples]
-        draws = [draw.row for row in rows for draw in self._draws_of.of(row)]
-        logits = self.logits(plan.scheduled, drawn)
-        logits_processors.process(logits, draws, self._kernels.penalize)
-        ids = draw_on_device(logits, draws, self._kernels)
-        places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
-        return OnDevice(plan, Drawn(ids, places))
-
-    def _run(self, plan: StepPlan, before: Drawn | None) -> StepResult:
-        if self._crew is not None and plan.block_copies:
-            with self._crew.in_step():
-                self._crew.send(encode_step(plan.block_copies, None))
-        self.kv_cache.copy_blocks(plan.block_copies, self._kernels)
-        result = StepResult([None] * len(plan.scheduled), {})
-        if plan.empty:
-            return result
-        scheduled = plan.scheduled
-        logits = self.logits(scheduled, before)
-        # masks are made here, while a GPU computes the logits
-        draws = [draw for row in scheduled if row.samples for draw in self._draws_of.of(row)]
-        drawable, known = logits[: len(draws)], logits[len(draws) :]
-        asked = [i for i, draw in enumerate(draws) if draw.row.params.logprobs is not None]
-        # a copy: to draw changes logits where a row has options
-        raw = drawable[asked] if asked else drawable[:0]
-        on_device = self._kernels if self.device.type == "cuda" else None
-        drawn = sample(drawable, [draw.row for draw in draws], self._draws, on_device)
-        drawn = [draw.error or token for draw, token in zip(draws, drawn, strict=True)]
-        kept = confirm(result, scheduled, drawn)
-        score_known(result, scheduled, known)
-        score_drawn(result, scheduled, drawn, [(i, kept[i]) for i in asked], raw)
-        return result
+        logits = self.logits(plan.scheduled, None if before is None else before.drawn)
+        return self._draws.launched(plan.scheduled, logits)
 
     @torch.inference_mode()
     def logits(
@@ -252,7 +225,8 @@ class ModelRunner:
             owners = np.searchsorted(arrays.cu_query_lens, unknown, side="right") - 1
             sources = [before.places[scheduled[i].sequence.seq_id] for i in owners]
             at, of = sent(torch.from_numpy(np.stack((unknown, sources))), self.device)
-            batch.token_ids.index_copy_(0, at, before.ids[of])
+            # a row that could draw no token is told so, one step late: until then any will do
+            batch.token_ids.index_copy_(0, at, before.ids[of].clamp(min=0))
         if graphs is not None and shape is not None:
             return graphs.replay(shape, len(arrays.logit_rows))
         return self._forward(batch, self.kv_cache.layers)

@@ -51,6 +51,16 @@ class NothingAllowedError(NumericalError):
     code = "invalid_request"
 
 
+def not_finite(position: int) -> NumericalError:
+    return NumericalError(f"the logits for token {position} are not finite numbers")
+
+
+def nothing_allowed(position: int) -> NothingAllowedError:
+    return NothingAllowedError(
+        f"the options allow no token at place {position}: all that is allowed is banned"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRow:
     """What decides one draw, next to the logits."""
@@ -148,18 +158,13 @@ def _errors(
     # NaN is the largest of all to amax
     for i, peak_is_finite in enumerate(logits.amax(dim=-1).isfinite().tolist()):
         if not peak_is_finite:
-            errors[i] = NumericalError(
-                f"the logits for token {rows[i].position} are not finite numbers"
-            )
+            errors[i] = not_finite(rows[i].position)
     changed = [i for i in logits_processors.process(logits, rows, penalize) if i not in errors]
     if changed:
         peaks = logits[changed].amax(dim=-1).isfinite().tolist()
         for i, peak_is_finite in zip(changed, peaks, strict=True):
             if not peak_is_finite:
-                errors[i] = NothingAllowedError(
-                    f"the options allow no token at place {rows[i].position}: "
-                    "all that is allowed is banned"
-                )
+                errors[i] = nothing_allowed(rows[i].position)
     return errors
 
 

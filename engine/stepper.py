@@ -2,8 +2,9 @@
 
 On a GPU the processor makes step k + 1 while step k is computed. What k draws stays on the device,
 where k + 1 finds it; it is copied back once, and what has ended is found out one step late: the row
-that k + 1 has of it then says nothing. Rows whose next step depends on what was drawn (a form, a
-penalty, beams) are taken in before the next plan is made.
+that k + 1 has of it then says nothing. What k + 1 may draw is made of the tokens of k (a form, a
+penalty) while the device computes its logits: such rows hold up none of the others. Where a plan
+itself hangs on the step before (beams, drafts, samples that fork) that is taken in first.
 
 An error in a step is not caught here, but for a lack of device memory.
 """
@@ -19,7 +20,7 @@ from engine.model_runner import OverlappingRunner, Runner
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
 from engine.speculation.speculator import Speculator
-from engine.step_plan import ScheduledSequence, StepPlan
+from engine.step_plan import StepPlan
 from engine.step_result import StepResult
 from engine.structured.pacing import Pacer
 from engine.totals import Totals
@@ -51,6 +52,7 @@ class Stepper:
         self._has_waiting = has_waiting
         self._on_start = on_start
         self._in_flight: InFlight | None = None
+        self._drew_at = 0.0  # when the last step's draws began
 
     def step(self, now: float, take_in: TakeIn) -> None:
         """Run a step; `take_in` is given what was run, and what it brought."""
@@ -67,7 +69,7 @@ class Stepper:
     def _step_beside(self, runner: OverlappingRunner, now: float, take_in: TakeIn) -> None:
         """Begin a step, then take in the one before, which the device computed meanwhile."""
         before, self._in_flight = self._in_flight, None
-        if before is not None and all(map(self._may_stay_unknown, before.live_plan().scheduled)):
+        if before is not None and self._may_be_assumed(before):
             with assumed(before.live_plan()) as lost:
                 begun = self._begun(runner, before, now)
             before.drop(lost)
@@ -77,12 +79,20 @@ class Stepper:
             if before is not None:
                 take_in(*self._awaited(before))
             begun = self._begun(runner, None, now)
+        self._draw(begun, began_at=now if before is None else self._drew_at)
         if begun.launched is None:  # its sequences may have ended since
             take_in(*self._run_in_less_memory(begun.live_plan()))
         elif begun.plan.scheduled:
             self._in_flight = begun
         elif before is None:
             take_in(begun.plan, StepResult([], {}))
+
+    def _may_be_assumed(self, step: InFlight) -> bool:
+        # other samples of a prompt fork from where its first one ends
+        return step.is_on_device and all(
+            may_stay_unknown(row) and not self._has_waiting(row.sequence)
+            for row in step.live_plan().scheduled
+        )
 
     def _begun(self, runner: OverlappingRunner, before: InFlight | None, now: float) -> InFlight:
         plan = self._pacer.admitted(self._scheduler.schedule(now), now)
@@ -92,20 +102,26 @@ class Stepper:
             launched = runner.launch(plan, None if before is None else before.launched)
         except torch.OutOfMemoryError:
             launched = None  # what the traceback holds is freed only once we are out of here
-        seconds = self._clock() - started
-        self._totals.run_s += seconds
-        self._pacer.ran(plan, started + seconds, seconds)
+        self._totals.run_s += self._clock() - started
         return InFlight(plan, launched)
+
+    def _draw(self, begun: InFlight, *, began_at: float) -> None:
+        """Begin what had to wait for the step before. Masks are made here, beside a step."""
+        plan, started = begun.plan, self._clock()
+        if begun.launched is not None:
+            try:
+                begun.draw()
+            except torch.OutOfMemoryError:
+                begun.launched = None
+        self._drew_at = self._clock()
+        self._totals.run_s += self._drew_at - started
+        self._pacer.ran(plan, self._drew_at, self._drew_at - began_at)
 
     def _awaited(self, step: InFlight) -> tuple[StepPlan, StepResult]:
         started = self._clock()
         result = step.result()
         self._totals.run_s += self._clock() - started
         return result
-
-    def _may_stay_unknown(self, row: ScheduledSequence) -> bool:
-        # other samples of a prompt fork from where its first one ends
-        return may_stay_unknown(row) and not self._has_waiting(row.sequence)
 
     def _count(self, plan: StepPlan, now: float) -> None:
         if not plan.empty:

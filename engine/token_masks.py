@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.memory import sent
+
 
 def apply_masks(
     logits: Tensor,  # [R, vocab], changed in the rows that have a mask
@@ -32,7 +34,8 @@ def apply_masks(
     if len(rows) == logits.shape[0]:
         logits.masked_fill_(banned, -torch.inf)
     else:
-        logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
+        at = sent(torch.tensor(rows), logits.device)
+        logits[at] = logits[at].masked_fill_(banned, -torch.inf)
 
 
 def unpacked_here(packed: NDArray[np.uint8]) -> Tensor:  # [R, 8 × bytes] bool
@@ -42,6 +45,6 @@ def unpacked_here(packed: NDArray[np.uint8]) -> Tensor:  # [R, 8 × bytes] bool
 
 def unpacked_on(device: torch.device, packed: NDArray[np.uint8]) -> Tensor:
     """The same, of bytes that are unpacked where they are needed."""
-    on_device = torch.from_numpy(packed).to(device)
+    on_device = sent(torch.from_numpy(packed), device)
     bit = torch.arange(8, dtype=torch.uint8, device=device)
     return ((on_device.unsqueeze(2) >> bit) & 1).view(len(packed), -1) != 0

@@ -1,6 +1,7 @@
 """Products of float8: a scale for each row of what is multiplied, and for each output.
 
-`torch._scaled_mm` computes them on a GPU (Hopper and Ada, by cuBLAS and CUTLASS) and on a CPU.
+`torch._scaled_mm` computes them on a GPU (Hopper and Ada, by cuBLAS and CUTLASS). On a CPU, where not
+every version of it takes a scale for each row, the same numbers are multiplied in float32.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,12 @@ def fp8_linear(
     Sizes must be multiples of 16. The product with scales for rows has no other type there.
     """
     rows, row_scales = quantize(x)
-    wide = torch.bfloat16 if x.is_cuda else torch.float32
-    product: Tensor = torch._scaled_mm(
-        rows, weight.t(), scale_a=row_scales, scale_b=scales, out_dtype=wide
-    )
+    if x.is_cuda:
+        product: Tensor = torch._scaled_mm(
+            rows, weight.t(), scale_a=row_scales, scale_b=scales, out_dtype=torch.bfloat16
+        )
+    else:
+        product = (rows.float() @ weight.t().float()) * row_scales * scales
     if bias is not None:
         product = product + bias
     return product.to(x.dtype)

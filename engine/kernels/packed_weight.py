@@ -1,7 +1,8 @@
 """Weights in 4 or 8 bits with a scale for each group of inputs: how they lie, and what they mean.
 
 A weight is (integer - zero) × scale, rounded to the type it is multiplied in. Eight bits have no
-zero. The formats of checkpoints are turned into this one when a model is loaded.
+zero, and may be float8 in place of an integer. The formats of checkpoints are turned into this one
+when a model is loaded.
 
 Of 4-bit integers one byte holds two: byte j of a run holds input j of the run in its low half and
 input `half` + j in its high one. So a kernel that reads a run's bytes side by side has both halves'
@@ -14,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.fp8 import quantize_rows
+
 HALVES = (64, 32)  # of a run, the first that divides what it must
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    values: Tensor  # [out, in] int8, or [out, in // 2] uint8
+    values: Tensor  # [out, in] int8 or float8 e4m3, or [out, in // 2] uint8
     scales: Tensor  # [out, in // group_size] of a float type
     zeros: Tensor | None  # [out, in // group_size] int8; None: 0
     group_size: int  # inputs that share a scale
@@ -50,26 +53,26 @@ class PackedWeight:
             inputs=None if self.inputs is None else self.inputs.to(device),
         )
 
-    def integers(self) -> Tensor:  # [out, in] int16, zeros taken away
+    def numbers(self) -> Tensor:  # [out, in] float32, zeros taken away
         values = self.values
         if self.bits == 4:
             runs = values.view(len(values), -1, 1, self.half)
             values = torch.cat((runs & 15, runs >> 4), dim=2).view(len(values), -1)
-        integers = values.to(torch.int16)
+        numbers = values.float()
         if self.zeros is not None:
-            integers -= self.zeros.to(torch.int16).repeat_interleave(self.group_size, 1)
-        return integers
+            numbers -= self.zeros.float().repeat_interleave(self.group_size, 1)
+        return numbers
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:  # [out, in], inputs in their own order
         scales = self.scales.float().repeat_interleave(self.group_size, 1)
-        weight = (self.integers().float() * scales).to(dtype)
+        weight = (self.numbers() * scales).to(dtype)
         if self.inputs is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.inputs, weight)
 
 
 def pack(
-    integers: Tensor,  # [out, in] uint8 in [0, 16) of 4 bits, int8 of 8
+    integers: Tensor,  # [out, in] uint8 in [0, 16) of 4 bits, int8 or float8 of 8
     scales: Tensor,  # [out, in // group_size]
     zeros: Tensor | None,  # [out, in // group_size]
     inputs: Tensor | None = None,
@@ -77,7 +80,7 @@ def pack(
     """Raises ValueError where the groups do not fit the runs."""
     num_outputs, num_inputs = integers.shape
     group_size = num_inputs // scales.shape[1]
-    whole = integers.dtype == torch.int8 and scales.shape[1] == 1
+    whole = integers.dtype != torch.uint8 and scales.shape[1] == 1
     run = 2 if integers.dtype == torch.uint8 else 1
     for half in HALVES:
         if whole or (num_inputs % (run * half) == 0 and group_size % half == 0):
@@ -124,6 +127,14 @@ def quantized_8(
     scales = wide.abs().amax(1, keepdim=True) / 127
     safe = torch.where(scales > 0, scales, 1.0)
     return pack((wide / safe).round().to(torch.int8), scales, None)
+
+
+def quantized_fp8(
+    weight: Tensor,  # [out, in]
+) -> PackedWeight:
+    """Each output's largest weight as 448, all rounded to the nearest of float8 e4m3."""
+    values, scales = quantize_rows(weight)
+    return pack(values, scales, None)
 
 
 def quantized_4(

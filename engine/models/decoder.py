@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.collectives import ALONE, Group
 from engine.kernels.memory import allocate
-from engine.kernels.packed_weight import PackedWeight, stack
+from engine.kernels.packed_weight import PackedWeight, quantized_fp8, stack
 from engine.kernels.registry import Kernels
 from engine.kv_cache import LayerShape
 from engine.layers.attention import Attention, AttentionMetadata
@@ -222,8 +222,6 @@ class DecoderLoader:
         assert s.experts is not None
         if self.stored is not None:
             raise UnsupportedModelError("experts that are stored in few bits are not computed")
-        if self.quantization == "fp8":
-            raise UnsupportedModelError("experts in fp8 are not computed; int8 and int4 are")
         count, whole = s.experts.num_experts, s.experts.intermediate_size
         own = self.shard.part(whole)
         gate = {f"{prefix}.gate": (count, [slice(0, count)])}
@@ -258,6 +256,8 @@ class DecoderLoader:
         """All experts' weights [num_experts, N, K] as a setting says."""
         if self.quantization in ("none", "unpacked"):
             return weight
+        if self.quantization == "fp8":  # the weights alone: what they are multiplied with stays
+            return quantized_fp8(weight.flatten(0, 1))
         kept = self.kept([prefix], weight.flatten(0, 1), None)
         assert isinstance(kept, PackedLinear)
         return kept.packed

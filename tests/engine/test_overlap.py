@@ -2,22 +2,18 @@
 
 import random
 import secrets
+from collections import Counter
 
 import pytest
+import torch
 
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.sampler import NumericalError
 from engine.sequence import FinishReason
-from engine.structured_outputs import StructuredOutputs
+from engine.token_rules import TokenRules
+from tests.engine import test_all_features as all_features
 from tests.engine.delayed_runner import DelayedRunner
-from tests.engine.mixes import (
-    TinyModel,
-    some_options,
-    some_prompt,
-    some_sampling,
-    words,
-    write_model,
-)
+from tests.engine.mixes import TinyModel, write_model
 from tests.engine.scripted_runner import Clock, ScriptedRunner, hashed_token
 
 BLOCK_SIZE = 4
@@ -52,7 +48,7 @@ def some_request(draw, vocab_size):
         n=draw.choice((1, 1, 1, 3)),
         stop_token_ids=tuple(stops),
         min_tokens=draw.choice((0, 0, 1)),
-        presence_penalty=draw.choice((0.0, 0.0, 0.0, 1.0)),  # rules out the overlap while it runs
+        presence_penalty=draw.choice((0.0, 0.0, 1.0)),  # its draws wait for the step before
     )
     return prompt, params, draw.choice((0, 0, 1))
 
@@ -100,13 +96,17 @@ def test_texts_are_those_of_steps_in_turn(tokenizer, draw):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_decodes_overlap_and_others_do_not(tokenizer):
-    plain = SamplingParams(max_tokens=20, ignore_eos=True)
+def test_decodes_overlap_whatever_their_options_and_beams_do_not(tokenizer):
+    def options(**asked):
+        return SamplingParams(max_tokens=20, ignore_eos=True, **asked)
+
     for params, least, most in (
-        (plain, 18, 20),
-        (SamplingParams(max_tokens=20, ignore_eos=True, presence_penalty=1.0), 0, 0),
-        (SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1), 0, 0),
-        (SamplingParams(max_tokens=20, ignore_eos=True, bad_words=("x",)), 0, 0),
+        (options(), 18, 20),
+        (options(presence_penalty=1.0), 18, 20),
+        (options(logprobs=1), 18, 20),
+        (options(bad_words=("x",)), 18, 20),
+        (options(allowed_token_ids=(3, 4)), 18, 20),
+        (options(prompt_logprobs=1), 18, 20),
     ):
         engine, runner = an_engine(tokenizer, DelayedRunner)
         engine.generate([[3, 4, 5], [6]], params)
@@ -114,6 +114,16 @@ def test_decodes_overlap_and_others_do_not(tokenizer):
     engine, runner = an_engine(tokenizer, DelayedRunner)
     engine.generate([[3, 4, 5]], [SamplingParams(max_tokens=4, n=3, ignore_eos=True)])
     assert runner.num_overlapped > 0  # once they have forked
+
+
+def test_one_row_with_a_penalty_holds_up_none_of_the_others(tokenizer):
+    engine, runner = an_engine(tokenizer, DelayedRunner)
+    plain = SamplingParams(max_tokens=20, ignore_eos=True)
+    penalized = SamplingParams(max_tokens=20, ignore_eos=True, presence_penalty=1.0)
+    outputs = engine.generate([[3, 4, 5], [6], [7, 8]], [plain, penalized, plain])
+    assert all(len(output.completions[0].token_ids) == 20 for output in outputs)
+    assert runner.num_overlapped >= 18
+    assert engine.stats().num_steps <= 22, "nobody sat out a step"
 
 
 def test_a_row_without_numbers_fails_alone_and_one_step_late(tokenizer):
@@ -158,47 +168,97 @@ def test_a_lack_of_memory_is_survived_beside_a_running_step(tokenizer, most, fai
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return TinyModel(write_model(tmp_path_factory.mktemp("overlap")))
+    return TinyModel(write_model(tmp_path_factory.mktemp("overlap"), num_layers=1))
+
+
+@pytest.fixture
+def launched(model, monkeypatch):
+    """How steps were begun: (whether beside another, what their draws waited for)."""
+    counts, launch = Counter(), model.runner.launch
+
+    def counted(plan, before):
+        step = launch(plan, before)
+        counts[before is not None, type(step).__name__] += 1
+        return step
+
+    monkeypatch.setattr(model.runner, "launch", counted)
+    monkeypatch.setattr(model.runner, "overlaps", True)
+    return counts
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seed", [secrets.randbelow(2**32) for _ in range(2)], ids=lambda _: "seed")
-def test_a_model_says_the_same_with_all_options_mixed(model, monkeypatch, seed):
-    """Tokens stay where the model draws them, on a CPU by plain PyTorch."""
-    draw = random.Random(seed)
-    requests = []
-    chosen = StructuredOutputs(kind="choice", text='["the quick", "a job"]')
-    requests.append((some_prompt(draw), SamplingParams(max_tokens=8, structured_outputs=chosen)))
-    for _ in range(6):
-        options = some_options(draw, 8) | some_sampling(draw, 8)
-        if draw.random() < 0.4:
-            options = {"temperature": draw.choice((0.0, 1.0)), "top_p": 0.9, "min_tokens": 2}
-        requests.append(
-            (some_prompt(draw), SamplingParams(max_tokens=8, seed=seed % 997, **options))
-        )
+@pytest.mark.parametrize("num_steps", [500, pytest.param(6000, marks=pytest.mark.long)])
+def test_every_row_among_all_others_is_as_it_is_alone(model, launched, monkeypatch, num_steps):
+    """Forms, penalties, scores, beams, forks, stops; what joins, leaves, comes back, is preempted.
 
-    def texts(overlaps):
-        monkeypatch.setattr(model.runner, "overlaps", overlaps)
-        engine, outputs = model.engine(), {}
+    Tokens stay where the model draws them, on a CPU by plain PyTorch.
+    """
+    seed = secrets.randbelow(2**32)
+    print("seed", seed)  # noqa: T201
+    monkeypatch.setattr(all_features, "NUM_ASKS", 40)
+    monkeypatch.setattr(model.runner, "overlaps", False)
+    crowd = all_features.Crowd(model, random.Random(seed))
+    # beams hold up all others: few of them, or hardly a step would be beside another
+    beams = [pair for pair in crowd.pairs if pair[0].params.num_beams > 1]
+    crowd.pairs = [pair for pair in crowd.pairs if pair not in beams[1:]]
+    monkeypatch.setattr(model.runner, "overlaps", True)
+    done = 0
+    while done < num_steps or crowd.engine.has_unfinished:
+        crowd.step(more=done < num_steps)
+        done = crowd.engine.stats().num_steps
+    stats = crowd.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert crowd.drawn["like alone"] > num_steps / 10
+    assert launched[True, "Undrawn"] > num_steps / 4, launched
+    assert launched[True, "OnDevice"] > 0, launched
 
-        def step():
-            for update in engine.step():
-                if update.output is not None:
-                    outputs[update.request_id] = words(update.output)
-            engine.check()
 
-        for i, (prompt, params) in enumerate(requests):
-            engine.add_request(str(i), list(prompt), params)
-            step()
-        while engine.has_unfinished:
-            step()
-        assert len(outputs) == len(requests)
-        return outputs
-
-    launched = []
-    launch = model.runner.launch
-    monkeypatch.setattr(
-        model.runner, "launch", lambda *step: launched.append(type(made := launch(*step))) or made
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_that_can_draw_nothing_is_told_why_and_alone(model, launched):
+    """One step late its place in the next step holds no token: what is there must harm nobody."""
+    engine = model.engine()
+    plain = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
+    banned = SamplingParams(
+        max_tokens=9, ignore_eos=True, allowed_token_ids=(40,), bad_words=("x",), temperature=0.0
     )
-    assert texts(True) == texts(False)
-    assert launched
+    wanted = engine.generate([[9, 30], [9, 31]], plain)
+    rules = TokenRules(bad_words=((40, 40, 40),))
+    engine.add_request("0", [9, 30], plain)
+    engine.add_request("1", [9, 31], plain)
+    engine.add_request("2", [9, 32], banned)
+    engine.add_request("3", [9, 33], plain)
+    engine._requests["2"].samples[0].sequence.token_rules = rules
+    outputs = {}
+    while engine.has_unfinished:
+        running = engine._scheduler._running
+        sick = [s for s in running if s.request_id == "3" and s.num_generated_tokens == 3]
+        for layer in model.runner.kv_cache.layers if sick else ():
+            layer[sick[0].block_table[0]] = torch.nan
+        for update in engine.step():
+            if update.output is not None:
+                outputs[update.request_id] = update.output.completions[0]
+        engine.check()
+    for layer in model.runner.kv_cache.layers:
+        layer.zero_()
+    assert [outputs[i].token_ids for i in "01"] == [w.completions[0].token_ids for w in wanted]
+    assert outputs["2"].token_ids == (40, 40)
+    assert outputs["2"].error.startswith("invalid_request: the options allow no token at place 4")
+    assert outputs["3"].error.startswith("numerical_error: the logits for token ")
+    assert len(outputs["3"].token_ids) in (3, 4)
+    assert launched[True, "Undrawn"] > 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_made_a_step_wait_may_be_aborted_before_the_step_is_read(model, launched):
+    engine = model.engine()
+    plain = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
+    [wanted] = engine.generate([[9, 30]], plain)
+    engine.add_request("beams", [9, 31], SamplingParams(max_tokens=9, num_beams=2, n=1))
+    engine.add_request("plain", [9, 30], plain)
+    for _ in range(3):
+        engine.step()
+    engine.abort("beams")
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [update.output for update in engine.step() if update.output is not None]
+    assert outputs[0].completions == wanted.completions

@@ -1,7 +1,8 @@
 """A choice of experts for each token, their weights in 4 or 8 bits: the products in one launch.
 
-Tiles of sorted pairs find their expert as in `experts`; a tile of its weight is made of integers
-as in `packed_linear`, on the product's left side. All experts' outputs are rows of one weight.
+Tiles of sorted pairs find their expert as in `experts`; a tile of its weight is made of integers,
+or float8, as in `packed_linear`, on the product's left side. All experts' outputs are rows of one
+weight.
 """
 
 import triton
@@ -17,7 +18,7 @@ from engine.kernels.triton.packed_linear import FEW, FLOAT32, SOME, Tiles, add_r
 def multiply_packed_groups(
     out,  # [pairs, N]
     x,  # [rows, K]
-    values,  # [EXPERTS × N, K] int8 or [EXPERTS × N, K // 2] uint8
+    values,  # [EXPERTS × N, K] int8 or float8, or [EXPERTS × N, K // 2] uint8
     scales,  # [EXPERTS × N, GROUPS]
     zeros,  # [EXPERTS × N, GROUPS] int8, or anything
     order,  # [pairs] int64, pairs by expert

@@ -1,8 +1,9 @@
 """x Wᵀ with weights in 4 or 8 bits, made numbers on their way from memory to the matrix units.
 
-A tile of the weight is the product's left side: a matrix unit may take that from registers, where
-it is made. With few rows the inputs are split among programs, as many as keep all processors
-reading; what each adds up is added in one order, so that results do not depend on timing.
+A weight is an integer or, of 8 bits, float8. A tile of them is the product's left side: a matrix
+unit may take that from registers, where it is made. With few rows the inputs are split among
+programs, as many as keep all processors reading; what each adds up is added in one order, so that
+results do not depend on timing.
 
 Source: Frantar et al. 2022 (GPTQ) and Lin et al. 2023 (AWQ), products over group-wise integers.
 """
@@ -35,10 +36,10 @@ FLOAT32 = Tiles(outputs=32, rows=16, num_warps=4, num_stages=2)
 
 
 @triton.jit
-def made(integers, scales, zeros, n, group, GROUPS, inside, ZEROS: tl.constexpr):
+def made(kept, scales, zeros, n, group, GROUPS, inside, ZEROS: tl.constexpr):
     """A tile's weights in float32, all of one group."""
     scale = tl.load(scales + n * GROUPS + group, mask=inside, other=0).to(tl.float32)
-    values = integers.to(tl.float32)
+    values = kept.to(tl.float32)
     if ZEROS:
         zero = tl.load(zeros + n * GROUPS + group, mask=inside, other=0).to(tl.float32)
         values -= zero[:, None]
@@ -71,7 +72,7 @@ def add_run(
     else:
         k = first + j
         mask = inside[:, None] & (k < K)[None, :]
-        whole = tl.load(values + row[:, None] * K + k[None, :], mask=mask, other=0)
+        whole = tl.load(values + row[:, None] * K + k[None, :], mask=mask, other=0.0)
         weight = made(whole, scales, zeros, row, first // GROUP, GROUPS, inside, ZEROS)
         acc = times(acc, weight, x, at, k, there, K)
     return acc
@@ -81,7 +82,7 @@ def add_run(
 def multiply_packed(
     out,  # [SPLITS, num_rows, N]; float32 where there are splits
     x,  # [num_rows, K]
-    values,  # [N, K] int8 or [N, K // 2] uint8
+    values,  # [N, K] int8 or float8, or [N, K // 2] uint8
     scales,  # [N, GROUPS]
     zeros,  # [N, GROUPS] int8, or anything
     bias,  # [N], or anything

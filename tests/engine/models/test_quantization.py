@@ -6,7 +6,7 @@ import secrets
 import pytest
 import torch
 
-from engine.kernels.packed_weight import pack, quantized_4, quantized_8
+from engine.kernels.packed_weight import pack, quantized_4, quantized_8, quantized_fp8
 from engine.kernels.registry import REFERENCE
 from engine.layers.linear import Linear, quantized
 from engine.models.model import load_model
@@ -111,15 +111,17 @@ def test_experts_are_made_small_too_and_what_they_cannot_be_is_refused_by_name(t
     runner = a_runner(tmp_path, kernels="reference", dtype="float32")
     sequence = a_sequence(0, [0])
     sequence.token_ids = [5, 9, 30, 42]
-    whole, small = logits_of("none"), logits_of("int8")
-    experts = runner._model.layers[0].mlp
-    assert experts.gate_up.bits == experts.down.bits == 8
-    assert isinstance(experts.router, Linear)
-    assert not torch.equal(small, whole)
-    assert torch.cosine_similarity(small, whole).item() > 0.99
-    for kind, named in (("fp8", "experts in fp8 are not computed"), ("int4", "no multiple of")):
-        with pytest.raises(CheckpointError, match=named):
-            logits_of(kind)
+    whole = logits_of("none")
+    for kind, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        small = logits_of(kind)
+        experts = runner._model.layers[0].mlp
+        assert experts.gate_up.bits == experts.down.bits == 8
+        assert experts.gate_up.values.dtype == experts.down.values.dtype == dtype
+        assert isinstance(experts.router, Linear)
+        assert not torch.equal(small, whole)
+        assert torch.cosine_similarity(small, whole).item() > 0.99
+    with pytest.raises(CheckpointError, match="no multiple of"):
+        logits_of("int4")
 
 
 def test_each_way_to_keep_a_weight_is_near_it():
@@ -130,6 +132,9 @@ def test_each_way_to_keep_a_weight_is_near_it():
         found = quantized(weight, None, kind, REFERENCE)(x)
         assert ((found - wanted).norm() / wanted.norm()).item() < most, kind
         assert not found[:, 3].any()
+    off = (quantized_fp8(weight).dequantized(torch.float32) - weight).abs()
+    least = weight.abs().amax(1, keepdim=True) / 448 * 2**-10  # half of what is left below 2**-6
+    assert (off <= torch.maximum(weight.abs() / 16, least) * 1.0001).all()
     for packed, step in ((quantized_8(weight), 127), (quantized_4(weight), 15)):
         off = (packed.dequantized(torch.float32) - weight).abs()
         widths = packed.scales.repeat_interleave(packed.group_size, 1)

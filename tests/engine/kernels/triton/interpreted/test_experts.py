@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.kernels import reference
-from engine.kernels.packed_weight import quantized_4, quantized_8
+from engine.kernels.packed_weight import quantized_4, quantized_8, quantized_fp8
 from engine.kernels.triton import experts
 from tests.engine.kernels import oracle
 
@@ -74,20 +74,18 @@ def test_each_size_of_tiles(draw, monkeypatch, tiles):
 
 
 @pytest.mark.parametrize(
-    ("bits", "dtype", "crowded"),
-    [(4, torch.float32, False), (8, torch.float32, True), (4, torch.float16, True),
-     (8, torch.float16, False)],
+    ("kind", "dtype", "crowded"),
+    [("int4", torch.float32, False), ("int8", torch.float32, True), ("int4", torch.float16, True),
+     ("int8", torch.float16, False), ("fp8", torch.float32, False), ("fp8", torch.float16, True)],
     ids=str,
 )  # fmt: skip
-def test_experts_in_few_bits_are_those_of_the_rounded_weights(draw, dtype, bits, crowded):
+def test_experts_in_few_bits_are_those_of_the_rounded_weights(draw, dtype, kind, crowded):
     case = experts_case(
         draw, dtype, num_tokens=draw.choice((1, 7, 40)), num_experts=3, hidden=128, width=64,
         crowded=crowded,
     )  # fmt: skip
-    packed = [
-        quantized_4(weight.flatten(0, 1), 64) if bits == 4 else quantized_8(weight.flatten(0, 1))
-        for weight in case[2:4]
-    ]
+    small = {"int4": lambda w: quantized_4(w, 64), "int8": quantized_8, "fp8": quantized_fp8}[kind]
+    packed = [small(weight.flatten(0, 1)) for weight in case[2:4]]
     found = experts.moe(*case[:2], *packed, *case[4:])
     rounded = [weight.dequantized(dtype).view(3, -1, weight.num_inputs) for weight in packed]
     wanted = oracle.moe(*case[:2], *rounded, *case[4:])
