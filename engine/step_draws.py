@@ -76,8 +76,8 @@ class StepDraws:
         draws = [draw for row in sampling for draw in self._draws_of.of(row)]
         rows = [draw.row for draw in draws]
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        at = sent(torch.tensor(asked, dtype=torch.int64), logits.device)
-        raw = logits[at]  # a copy: to draw changes logits where a row has options
+        at = sent(torch.tensor(asked, dtype=torch.int64), logits.device) if asked else None
+        raw = None if at is None else logits[at]  # a copy: options change logits where they are
         sane = None
         if any(map(logits_processors.asks, rows)):
             sane = logits.amax(-1).isfinite()
@@ -86,7 +86,7 @@ class StepDraws:
         if sane is not None:
             ids = torch.where((ids == BROKEN) & sane, NOTHING_ALLOWED, ids)
         scores = None
-        if asked:
+        if at is not None and raw is not None:
             most = max(rows[i].params.logprobs or 0 for i in asked)
             scores = score(raw, ids[at].clamp(min=0), most)
         places = {row.sequence.seq_id: place for place, row in enumerate(sampling)}

@@ -1,7 +1,7 @@
 """Products of float8: a scale for each row of what is multiplied, and for each output.
 
-`torch._scaled_mm` computes them on a GPU (Hopper and Ada, by cuBLAS and CUTLASS). On a CPU, where not
-every version of it takes a scale for each row, the same numbers are multiplied in float32.
+`torch._scaled_mm` computes them on a GPU (Hopper and Ada, by cuBLAS and CUTLASS). On a CPU, where
+not every version of it takes a scale for each row, the same numbers are multiplied in float32.
 """
 
 from collections.abc import Callable

@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench.gpu import ENGINE_S, PLAN, engine_s
+from bench.gpu_kernels import DRY, proofs
 from bench.gpu_report import CUT_OFF, Report
+from engine.kernels.registry import REFERENCE
 
 # not there on a machine that has a GPU and nothing of the service
 ABSENT = ("celery", "kombu", "redis", "sqlalchemy", "starlette", "pydantic", "llguidance", "numba")
@@ -66,6 +70,16 @@ def test_a_dry_run_proves_measures_and_keeps_what_it_found(tmp_path):
     measured = [aim["aim"] for aim in found["aims"] if aim["found"] != "unmeasured"]
     assert len(measured) == 4, "all but what needs a GPU's clock and a batch of 256"
     assert "decode attention" in done.stdout
+
+
+def test_a_kernel_that_cannot_run_is_told_of_beside_the_others():
+    def broken(gate_up):
+        raise RuntimeError("no such unit")
+
+    with torch.inference_mode():
+        rows = list(proofs(replace(REFERENCE, silu_mul=broken), torch.device("cpu"), DRY))
+    assert [row["failed"] for row in rows if not row["ok"]] == ["RuntimeError: no such unit"]
+    assert {"draw", "moe", "fp8_linear"} <= {row["kernel"] for row in rows}
 
 
 @pytest.fixture

@@ -46,19 +46,21 @@ CASES = [(head_dim, *case) for head_dim, cases in ATTENTION.items() for case in 
 pytestmark = pytest.mark.parametrize("capability", CAPABILITIES)
 
 
-def kv_cache(num_blocks, num_kv_heads, head_dim, dtype):
+def kv_cache(num_blocks, num_kv_heads, head_dim, dtype, block_size=16):
     width = head_dim + 4 if dtype.itemsize == 1 else head_dim
-    return torch.empty(num_blocks, num_kv_heads, 2, 16, width, dtype=dtype)
+    return torch.empty(num_blocks, num_kv_heads, 2, block_size, width, dtype=dtype)
 
 
-def launch_attention(dtype, head_dim, *, window=None, softcap=None, sinks=False, kv_dtype=None):
+def launch_attention(
+    dtype, head_dim, *, window=None, softcap=None, sinks=False, kv_dtype=None, block_size=16
+):
     """A prompt's chunk beside decodes with long contexts: all four launches."""
     num_kv_heads, num_tokens, num_sequences = 2, 40, 16
     num_heads = num_kv_heads * 4
     fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     attention.paged_attention(
         fused[:, :num_heads],
-        kv_cache(2, num_kv_heads, head_dim, kv_dtype or dtype),
+        kv_cache(2, num_kv_heads, head_dim, kv_dtype or dtype, block_size),
         torch.zeros(num_sequences, 512, dtype=torch.int32),
         torch.zeros(num_sequences + 1, dtype=torch.int32),
         torch.zeros(num_sequences, dtype=torch.int32),
@@ -98,8 +100,22 @@ def test_attention(capability, head_dim, dtype, window, softcap, sinks):
         assert "cp.async" in many.ptx
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_attention_over_blocks_of_other_sizes(capability, block_size, kv_dtype):
+    kernels = compiled(
+        capability,
+        lambda: launch_attention(torch.bfloat16, 128, kv_dtype=kv_dtype, block_size=block_size),
+    )
+    assert [kernel.name for kernel in kernels] == ["attend", "merge"] * 2
+    check(kernels, capability)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.long), 128, 256])
+@pytest.mark.parametrize(
+    "head_dim", [*(pytest.param(each, marks=pytest.mark.long) for each in (64, 80, 96)), 128, 256]
+)
 def test_attention_over_eight_bits(capability, head_dim, kv_dtype):
     if capability == 80 and kv_dtype == torch.float8_e4m3fn:
         pytest.skip("compute capability 8.0 has no float8")
