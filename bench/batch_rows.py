@@ -105,9 +105,10 @@ def ingest(options: argparse.Namespace) -> dict[str, Any]:
             database.dispose()
 
 
-def _ingest(
-    options: argparse.Namespace, keeper: BatchKeeper, database: Database, folder: Path
-) -> dict[str, Any]:
+def _create(
+    options: argparse.Namespace, keeper: BatchKeeper, database: Database
+) -> tuple[str, int]:
+    """A batch of so many rows: its id, and its file's bytes."""
     incoming, file_id = keeper.store.incoming(), files.new_file_id()
     for line in lines(options.rows, options.max_tokens):
         incoming.write(line)
@@ -125,10 +126,17 @@ def _ingest(
             state=BatchState.VALIDATING, created_at=now, expires_at=now + batches.WINDOW_S,
         )  # fmt: skip
         batches.create(connection, batch)
+    return batch.id, incoming.size
+
+
+def _ingest(
+    options: argparse.Namespace, keeper: BatchKeeper, database: Database, folder: Path
+) -> dict[str, Any]:
+    batch_id, input_bytes = _create(options, keeper, database)
 
     def peek() -> Row[Any]:
         with database.read() as connection:
-            return connection.execute(select(batch_table).where(batch_table.c.id == batch.id)).one()
+            return connection.execute(select(batch_table).where(batch_table.c.id == batch_id)).one()
 
     def turn_until(done: Callable[[Row[Any]], bool]) -> dict[str, float]:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -143,7 +151,7 @@ def _ingest(
     read = turn_until(lambda record: record.num_rows > 0)
     insert = turn_until(lambda record: record.num_inserted == record.num_rows)
     ingest_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    _end_all(database, batch.id, options.output_bytes)
+    _end_all(database, batch_id, options.output_bytes)
     export = turn_until(lambda record: record.closed_at is not None)
     record = peek()
     assert record.output_file_id is not None
@@ -151,7 +159,7 @@ def _ingest(
     return {
         "rows": num,
         "database": "postgres" if options.postgres else "sqlite",
-        "input_bytes": incoming.size,
+        "input_bytes": input_bytes,
         "output_bytes": Path(folder, "files", record.output_file_id).stat().st_size,
         "database_bytes": sum(each.stat().st_size for each in folder.glob("tokenmill.db*")),
         "rows_per_s": {
