@@ -222,6 +222,11 @@ class Scheduler:
         self._ended.clear()
         return list(dict.fromkeys(changed))
 
+    @property
+    def has_untold(self) -> bool:
+        """Whether requests ended that `update` has not told of, as by their deadlines."""
+        return bool(self._ended)
+
     def finish(self, sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> None:
         """End a sequence for a reason seen from above, and free its blocks at once.
 

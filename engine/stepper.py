@@ -79,6 +79,8 @@ class Stepper:
             if before is not None:
                 take_in(*self._awaited(before))
             begun = self._begun(runner, None, now)
+            if self._scheduler.has_untold:  # whose step has been taken in already
+                take_in(StepPlan((), ()), StepResult([], {}))
         self._draw(begun, began_at=now if before is None else self._drew_at)
         if begun.launched is None:  # its sequences may have ended since
             take_in(*self._run_in_less_memory(begun.live_plan()))

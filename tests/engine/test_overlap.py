@@ -187,13 +187,19 @@ def launched(model, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("num_steps", [500, pytest.param(6000, marks=pytest.mark.long)])
-def test_every_row_among_all_others_is_as_it_is_alone(model, launched, monkeypatch, num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "seed"),
+    [(500, 497564220), (500, None), pytest.param(6000, None, marks=pytest.mark.long)],
+)
+def test_every_row_among_all_others_is_as_it_is_alone(
+    model, launched, monkeypatch, num_steps, seed
+):
     """Forms, penalties, scores, beams, forks, stops; what joins, leaves, comes back, is preempted.
 
     Tokens stay where the model draws them, on a CPU by plain PyTorch.
     """
-    seed = secrets.randbelow(2**32)
+    # that one has a deadline which passes while no step is on its way
+    seed = secrets.randbelow(2**32) if seed is None else seed
     print("seed", seed)  # noqa: T201
     monkeypatch.setattr(all_features, "NUM_ASKS", 40)
     monkeypatch.setattr(model.runner, "overlaps", False)
