@@ -15,6 +15,9 @@ from jobs.records import JobRecord
 STANDING = ("queue_position", "start_s", "eta_s")  # of a job object, until its end
 
 
+COMMITTED_S = 5.0  # a row has its time before its transaction is committed
+
+
 class Presenter:
     """Builds job objects. Keeps each model's last forecast. Threads may share it."""
 
@@ -76,9 +79,9 @@ class Presenter:
 
 
 def _joined(record: JobRecord, model: str, seen: Forecast) -> bool:
-    """Whether the job came into the model's queue after it was looked at."""
+    """Whether the job may have come into the model's queue after it was looked at."""
     queued = record.model == model and record.state == JobState.QUEUED
-    return queued and record.created_at >= seen.taken_at
+    return queued and record.created_at >= seen.taken_at - COMMITTED_S
 
 
 def list_object(found: Sequence[dict[str, Any]], limit: int | None = None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from api.app import create_app
 from api.errors import Unavailable
 from api.present import Presenter
 from jobs import store, submissions
+from jobs.forecast import Forecast
+from jobs.places import Line
 from jobs.submissions import Submission
 from tests.jobs.conftest import new_job
 
@@ -73,6 +75,19 @@ def test_who_comes_meanwhile_shares_a_commit_and_hears_after_it(settings, watche
         assert len(await known(sql)) == 20 + ALONE_JOBS + 1
         assert [each["status"] for each in accepted[7].objects] == ["queued"]
         assert accepted[7].objects[0]["queue_position"] > 1
+
+    run(settings, scenario)
+
+
+def test_a_job_committed_after_its_queue_was_looked_at_has_a_place(settings):
+    """Its row's time is before that, for a commit takes a while."""
+
+    async def scenario(acceptance, sql):
+        now = await sql.read(lambda _, now: now)
+        looked_at = Forecast(now + 1.0, None, Line())
+        acceptance._presenter._forecasts[new_job().model] = looked_at
+        accepted = await acceptance(one())
+        assert accepted.objects[0]["queue_position"] == 1
 
     run(settings, scenario)
 
