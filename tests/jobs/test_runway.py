@@ -215,7 +215,7 @@ def test_a_long_absence_of_redis_gathers_nothing(database, tmp_path):
                     with pytest.raises(RunwayDown):
                         runway.refill(database)
                     with pytest.raises(RunwayDown):
-                        runway._publish(MODEL, [job_id])
+                        runway._publish(Lane(MODEL, background=False), [[job_id]])
                 gc.collect()  # kombu's connections are in circles
                 held.append((this.memory_info().rss / 1e6, this.num_fds(), this.num_threads()))
             (mb, *others), (mb_after, *others_after) = held

@@ -131,12 +131,12 @@ def cancels_pass_over_what_runs(patch):
 
 
 def nobody_polls_the_backlog(patch):
-    real = SimRunway.refill
+    real = SimRunway.refill_lanes
 
-    def refill(self, database):
-        return real(self, database) if database._process.kind == "api" else 0
+    def refill_lanes(self, database):
+        return real(self, database) if database._process.kind == "api" else {}
 
-    patch.setattr(SimRunway, "refill", refill)
+    patch.setattr(SimRunway, "refill_lanes", refill_lanes)
 
 
 def retries_without_limit(patch):

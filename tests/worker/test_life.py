@@ -266,6 +266,7 @@ def test_results_wait_for_a_database_that_is_away(valkey_url, long_llama_dir, tm
             # by then results are on their way and find nobody
             wait_for(lambda: "database away" in worker.log_text())
             server.start()
+            deployment.database.dispose()  # the test's own connections went with it
             for row in deployment.ended(*ids):
                 assert (row.state, row.attempt) == (JobState.SUCCEEDED, 1), row.error
         finally:
