@@ -64,7 +64,7 @@ class Scheduler:
         self._held: dict[str, list[Sequence]] = {}  # samples that wait for sample 0's prompt
         self._beams: dict[str, BeamGroup] = {}
         self._deadlines = Deadlines()
-        self._ended: list[Sequence] = []  # by us, not yet told of by `update`
+        self.untold: list[Sequence] = []  # by us, not yet told of by `update`
         self._num_arrivals = 0
         self._num_blocks_wanted = 0  # at most, by all unfinished sequences, if nothing were shared
         self.num_preemptions = 0
@@ -88,7 +88,7 @@ class Scheduler:
     @property
     def unfinished(self) -> bool:
         """Whether there is anything left to schedule, or an end that `update` has yet to tell."""
-        return bool(self._requests or self._ended)
+        return bool(self._requests or self.untold)
 
     @property
     def promised_tokens(self) -> int:
@@ -216,16 +216,11 @@ class Scheduler:
                 self._end_if_complete(sequence)
         for request_id, group in list(self._beams.items()):
             if group.advance(self._blocks, self._seats, self._waiting):
-                self._ended += self._end_request(request_id, FinishReason.STOP)
+                self.untold += self._end_request(request_id, FinishReason.STOP)
         self._expire(now)
-        changed += self._ended
-        self._ended.clear()
+        changed += self.untold
+        self.untold.clear()
         return list(dict.fromkeys(changed))
-
-    @property
-    def has_untold(self) -> bool:
-        """Whether requests ended that `update` has not told of, as by their deadlines."""
-        return bool(self._ended)
 
     def finish(self, sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> None:
         """End a sequence for a reason seen from above, and free its blocks at once.
@@ -300,7 +295,7 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         while (request_id := self._deadlines.pop(now)) is not None:
-            self._ended += self._end_request(request_id, FinishReason.DEADLINE)
+            self.untold += self._end_request(request_id, FinishReason.DEADLINE)
 
     def _admit_waiting(self) -> Sequence | None:
         """Let waiting sequences run, in rank order, up to the one returned that lacks room.
@@ -372,7 +367,7 @@ class Scheduler:
         reason = sequence.reason_to_end(self._eos_token_ids)
         if reason is not None:
             self.finish(sequence, reason)
-            self._ended += [sequence] if sequence.finish_reason is not None else []
+            self.untold += [sequence] if sequence.finish_reason is not None else []
 
     def _end_request(self, request_id: str, reason: FinishReason) -> list[Sequence]:
         group = list(self._requests.get(request_id, ()))

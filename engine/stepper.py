@@ -79,7 +79,7 @@ class Stepper:
             if before is not None:
                 take_in(*self._awaited(before))
             begun = self._begun(runner, None, now)
-            if self._scheduler.has_untold:  # whose step has been taken in already
+            if self._scheduler.untold:  # whose step has been taken in already
                 take_in(StepPlan((), ()), StepResult([], {}))
         self._draw(begun, began_at=now if before is None else self._drew_at)
         if begun.launched is None:  # its sequences may have ended since
