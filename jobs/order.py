@@ -15,7 +15,7 @@ from rows. Functions take an open connection and `now`, seconds by the database'
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -53,13 +53,15 @@ def best(
         if (found := _of_tenant(connection, tenant, waiting, limit=limit))
     }
     ahead = _ahead(connection, model) if len(heads) > 1 else Counter()
-    elders: Sequence[tuple[str, str]] = ()
+    elders: Sequence[tuple[str, str, int]] = ()
     if any_eighth(num_before, limit) or len(tenants) >= MOST_TENANTS - len(resting):
         # as many as there are places: some of them may come in another one
         if heads and background is False:
             waiting = replace(waiting, background=None)
         elders = _oldest(connection, waiting, resting, limit=limit)
-    turns = merged(heads, ahead, elders, limit=limit, num_before=num_before)
+    guests = {job_id for job_id, _, priority in elders if background is False and priority < 0}
+    oldest = ((job_id, tenant) for job_id, tenant, _ in elders)
+    turns = merged(heads, ahead, oldest, limit=limit, num_before=num_before, guests=guests)
     return [turn.job_id for turn in turns]
 
 
@@ -87,6 +89,7 @@ def merged(
     *,
     limit: int,
     num_before: int,
+    guests: Collection[str] = (),  # of the oldest: they come at eighth places and no other
 ) -> Iterator[Turn]:
     """The order that the rule makes of them."""
     keys = {key[3]: key for queue in queues.values() for key in queue}
@@ -111,8 +114,11 @@ def merged(
         advance(tenant)
     for place in range(num_before, num_before + limit):
         elder = None
-        if place % EIGHTH == EIGHTH - 1 or not heads:
+        if place % EIGHTH == EIGHTH - 1:
             elder = next((each for each in elders if each[0] not in taken), None)
+        elif not heads:
+            own = (each for each in elders if each[0] not in guests)
+            elder = next((each for each in own if each[0] not in taken), None)
         while heap and heads.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)
         if elder is not None:
@@ -183,11 +189,13 @@ def _of_tenant(connection: Connection, tenant: str, waiting: _Waiting, *, limit:
 
 def _oldest(
     connection: Connection, waiting: _Waiting, resting: Sequence[str], *, limit: int
-) -> list[tuple[str, str]]:
-    query = waiting.of(select(jobs.c.id, jobs.c.tenant_id)).order_by(jobs.c.created_at).limit(limit)
+) -> list[tuple[str, str, int]]:
+    """Ids, tenants and priorities."""
+    columns = jobs.c.id, jobs.c.tenant_id, jobs.c.priority
+    query = waiting.of(select(*columns)).order_by(jobs.c.created_at).limit(limit)
     if resting:
         query = query.where(jobs.c.tenant_id.not_in(resting))
-    return [(row.id, row.tenant_id) for row in connection.execute(query)]
+    return [(row.id, row.tenant_id, row.priority) for row in connection.execute(query)]
 
 
 def _ahead(connection: Connection, model: str) -> Counter[str]:

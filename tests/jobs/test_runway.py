@@ -279,6 +279,23 @@ def test_the_background_has_its_eighth_of_the_foreground(database, runway):
     assert len(others) == 2
 
 
+@pytest.mark.parametrize("num_jobs", [1, 2, 8, 20])
+def test_where_the_foreground_ends_the_background_does_not_fill_its_runway(
+    database, valkey_url, num_jobs
+):
+    settings = make_settings(valkey_url, runway=64)
+    with Runway(settings, make_app(settings)) as runway:
+        rows = submit(database, *(new_job(priority=-5) for _ in range(400)))
+        runway.refill(database)  # the background's own runway has 256 of them
+        jobs = submit(database, *(new_job() for _ in range(num_jobs)))
+        runway.refill(database)
+        (urgent,) = submit(database, new_job(priority=10))
+        runway.refill(database)
+        alone = [ids[0] for task, ids in take_messages(runway) if task == RUN_TASK]
+        assert set(alone) >= {*jobs, urgent}
+        assert len([job_id for job_id in alone if job_id in rows]) <= num_jobs // 7 + 1
+
+
 def test_a_chunk_that_waits_behind_the_foreground_is_not_taken_for_lost(database, runway):
     submit(database, *(new_job(priority=-5) for _ in range(3)))
     runway.refill(database)
