@@ -16,6 +16,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_network(text: str) -> bool:
+    """Whether it is an address, or a network of such: 10.0.0.0/8."""
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
 def literal_address_is_public(host: str) -> bool:
     """False for an address that is not public, in any of its spellings (0x7f000001, 127.1), and for
     this machine's name. A name has to be asked for, which is not done here."""

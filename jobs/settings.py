@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from jobs.addresses import is_loopback
+from jobs.addresses import is_loopback, is_network
 from jobs.setting_values import ModelEntry, SettingsError, check, checkpoint, models, read, variable
 
 __all__ = ["ModelEntry", "Settings", "SettingsError", "unknown_variables", "variable"]
@@ -69,6 +69,10 @@ class Settings:
     max_failed_keys_per_minute: int = _setting(
         60, "Unknown API keys from one address in a minute, before others that are not known "
         "already are told to wait.", low=1, high=1_000_000,
+    )  # fmt: skip
+    trusted_proxies: str = _setting(
+        "", "Addresses or networks, separated by commas, of proxies in front of the API, whose "
+        "X-Forwarded-For says who calls. Empty: nobody is believed.",
     )  # fmt: skip
     port: int = _setting(8000, "Port the API listens on; 0 takes a free one.", low=0, high=65535)
     dtype: str = _setting(
@@ -269,14 +273,20 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check(each, getattr(self, each.name))
+        for setting in fields(self):
+            check(setting, getattr(self, setting.name))
         if self.auth == "none" and not is_loopback(self.host):
             raise SettingsError(
                 "TOKENMILL_HOST",
                 f"is {self.host}, which other machines may reach: nobody is asked for a key "
                 "unless TOKENMILL_AUTH is keys",
             )
+        for each in filter(None, self.trusted_proxies.split(",")):
+            if not is_network(each.strip()):
+                raise SettingsError(
+                    "TOKENMILL_TRUSTED_PROXIES",
+                    f"must be addresses or networks, as 10.0.0.0/8, got {each.strip()!r}",
+                )
         if self.beat_s > self.lease_s / 3:
             raise SettingsError(
                 "TOKENMILL_BEAT_S",

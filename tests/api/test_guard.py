@@ -184,6 +184,21 @@ def test_who_guesses_is_told_to_wait_and_a_known_key_goes_on(door):
     assert door.client.get("/v1/jobs", headers=headers).status_code == 200
 
 
+def test_behind_a_trusted_proxy_who_guesses_is_told_apart_from_others(sqlite_settings):
+    guess = {"authorization": "Bearer tm_000000000000_" + "a" * 43}
+    for trusted, others in (("127.0.0.1", 401), ("10.0.0.0/8", 429)):
+        settings = dataclasses.replace(
+            sqlite_settings, auth="keys", max_failed_keys_per_minute=5, trusted_proxies=trusted
+        )
+        with serving(settings) as client:
+            for _ in range(8):
+                client.get("/v1/jobs", headers=guess | {"x-forwarded-for": "192.0.2.1"})
+            reply = client.get("/v1/jobs", headers=guess | {"x-forwarded-for": "192.0.2.2"})
+            assert reply.status_code == others
+    with pytest.raises(SettingsError, match="TOKENMILL_TRUSTED_PROXIES"):
+        Settings(trusted_proxies="127.0.0.1, proxy")
+
+
 @pytest.mark.parametrize("value", ["", "Basic abc", "Bearer", "tm_x", "Bearer " + "a" * 2000])
 def test_an_odd_header_is_no_key(door, value):
     reply = door.client.get("/v1/jobs", headers={"authorization": value})
