@@ -47,8 +47,8 @@ LINES = b'{"a": 1}\n{"a": 2}\n'
         b"\xef\xbb\xbf" + LINES,
         b"\n  \n" + LINES.rstrip() + b"\n\n",
         LINES.rstrip(),
-        gzip.compress(LINES),
-        gzip.compress(LINES[:9]) + gzip.compress(LINES[9:]),
+        gzip.compress(LINES, mtime=0),
+        gzip.compress(LINES[:9], mtime=0) + gzip.compress(LINES[9:], mtime=0),
         zstd(LINES),
         zstd(LINES[:9]) + zstd(LINES[9:]),
     ],
@@ -77,9 +77,9 @@ def test_odd_separators_are_text(tmp_path):
         (b'{"a": 1}\n{"a": "' + b"x" * 600 + b'"}\n', "line 2: a row may have at most 512 bytes"),
         (b"", "the input has no rows"),
         (b"\xef\xbb\xbf\n\n", "the input has no rows"),
-        (gzip.compress(LINES * 1000)[:-20], "in.jsonl cannot be read: "),
+        (gzip.compress(LINES * 1000, mtime=0)[:-20], "in.jsonl cannot be read: "),
         (zstd(LINES * 1000)[:-20], "in.jsonl cannot be read: "),
-        (gzip.compress(LINES) + b"no gzip", "in.jsonl cannot be read: "),
+        (gzip.compress(LINES, mtime=0) + b"no gzip", "in.jsonl cannot be read: "),
     ],
 )
 def test_a_fault_names_its_line(tmp_path, data, said):
@@ -102,7 +102,7 @@ def test_csv_has_quotes_lines_in_fields_and_its_own_delimiter(tmp_path):
     rows = rows_of(tmp_path, path="in.csv")
     assert [row.values for row in rows] == [{"a": "1", "b": 'x\r\ny, "z"'}, {"a": "2", "b": ""}]
     assert [row.place for row in rows] == ["in.csv line 2", "in.csv line 5"]
-    (tmp_path / "in.tsv.gz").write_bytes(gzip.compress(b"a\tb\n1\t2,3\n"))
+    (tmp_path / "in.tsv.gz").write_bytes(gzip.compress(b"a\tb\n1\t2,3\n", mtime=0))
     assert values_of(tmp_path, path="in.tsv.gz") == [{"a": "1", "b": "2,3"}]
     (tmp_path / "in.csv").write_bytes(b"a;b\n1;2\n")
     assert values_of(tmp_path, path="in.csv", delimiter=";") == [{"a": "1", "b": "2"}]
