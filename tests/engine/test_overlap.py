@@ -220,8 +220,15 @@ def test_every_row_among_all_others_is_as_it_is_alone(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_row_that_can_draw_nothing_is_told_why_and_alone(model, launched):
+def test_a_row_that_can_draw_nothing_is_told_why_and_alone(model, launched, monkeypatch):
     """One step late its place in the next step holds no token: what is there must harm nobody."""
+    forward = model.runner._model.forward
+
+    def forward_tokens(token_ids, *args, **kwargs):
+        assert token_ids.min() >= 0, "no token of the vocabulary"
+        return forward(token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(model.runner._model, "forward", forward_tokens)
     engine = model.engine()
     plain = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
     banned = SamplingParams(

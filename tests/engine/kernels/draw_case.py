@@ -57,6 +57,27 @@ def check_draws(draw, kernels, *, num_rows, vocab_size):
             assert token == expected, row
 
 
+def check_cuts(draw, kernels, *, num_rows=16, vocab_size=40):
+    """Of a dozen tokens nearly alike, each that should not be kept would often be drawn."""
+    logits = torch.full((num_rows, vocab_size), -20.0)
+    places = draw.sample(range(vocab_size), 12)
+    logits[:, places] = 5.0 - 0.05 * torch.arange(12.0)
+    for options in (
+        {"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.87},
+        {"top_k": 3, "top_p": 0.6}, {"top_k": 5, "top_p": 0.5, "min_p": 0.94},
+    ):  # fmt: skip
+        rows = [
+            SampledRow(
+                params=SamplingParams(max_tokens=1, temperature=1.0, **options),
+                seed=draw.randrange(2**64),
+                position=n,
+            )
+            for n in range(num_rows)
+        ]
+        wanted = sample(logits.clone(), rows)
+        assert draw_on_device(logits, rows, kernels).tolist() == wanted, options
+
+
 def check_penalties(draw, kernels, dtype=torch.float32):
     logits = torch.randn(3, 50) * 4
     logits[0, 7], logits[1, 3] = -torch.inf, torch.finfo(dtype).max

@@ -129,6 +129,22 @@ def test_each_block_size_across_its_edges(draw, dtype, block_size):
     check(case, **options_for(draw, case))
 
 
+@pytest.mark.parametrize(
+    ("queries", "window"),
+    [
+        # the first row of a tile sees the last key of one tile of keys, or the first of the next
+        *(([(20, 20 + first)], None) for first in (62, 63, 64, 126, 127)),
+        *(([(1, length)], None) for length in (63, 64, 65, 128, 129)),
+        # the same of the first key that a window leaves
+        *(([(1, 202)], 202 - first) for first in (126, 127, 128, 129)),
+        *(([(20, 150)], 131 - first) for first in (62, 63, 64, 65)),
+    ],
+)
+def test_keys_at_the_edges_of_tiles(draw, queries, window):
+    case = attention_case(draw, head_dim=64, group=2, dtype=torch.float16, queries=queries)
+    check(case, sliding_window=window)
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_head_dim(draw, dtype, head_dim):

@@ -9,7 +9,7 @@ import torch
 from engine.kernels import triton
 from engine.kernels.registry import REFERENCE
 from engine.kernels.triton import draws
-from tests.engine.kernels.draw_case import check_draws, check_penalties
+from tests.engine.kernels.draw_case import check_cuts, check_draws, check_penalties
 
 SEEDS = [secrets.randbelow(2**32) for _ in range(3)]
 KERNELS = triton.provide(REFERENCE)
@@ -25,6 +25,10 @@ def draw(request):
 def test_the_same_draws(draw, monkeypatch, vocab_size):
     monkeypatch.setattr(draws, "CHUNK", 1024)  # so that rows have several
     check_draws(draw, KERNELS, num_rows=7, vocab_size=vocab_size)
+
+
+def test_what_the_options_keep_is_kept_and_nothing_else(draw):
+    check_cuts(draw, KERNELS)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # a GPU divides to an infinity without a word
