@@ -63,6 +63,7 @@ class _Written:
 
     answers: list[Callable[[], None]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)  # jobs in a terminal state since
+    num_stale: int = 0  # results that the fence refused
 
 
 class Ledger:
@@ -162,24 +163,32 @@ class Ledger:
         raise AssertionError("unreachable")
 
     def _write_once(self, connection: Connection, window: list[Entry], *, again: bool) -> _Written:
-        """A window that adds up tokens is marked, and one of an earlier try is found by its mark.
+        """A window that adds something up is marked; one of an earlier try is found by its mark.
 
         The others' statements change nothing if they come twice.
         """
         adds_up = any(isinstance(entry, Waste | HandBack) for entry in window)
-        was_in = again and (
-            not adds_up or claims.marked_window(connection, self._worker_id) == self._window_number
-        )
+        marked = again and claims.marked_window(connection, self._worker_id) == self._window_number
+        was_in = again and (marked or not adds_up)
         moment = self._database.moment(connection)
-        written = self._write(connection, window, moment, was_in=was_in)
-        if adds_up:  # last: by now it waits for no row, and whoever waits for this one holds none
+        written = self._write(connection, window, moment, was_in=was_in, marked=marked)
+        if (
+            adds_up or written.num_stale
+        ):  # last: by now it waits for no row, and whoever waits for this one holds none
             claims.mark_window(connection, self._worker_id, self._window_number)
         return written
 
     def _write(
-        self, connection: Connection, window: list[Entry], moment: Moment, *, was_in: bool
+        self,
+        connection: Connection,
+        window: list[Entry],
+        moment: Moment,
+        *,
+        was_in: bool,
+        marked: bool,
     ) -> _Written:
-        """All entries of a window. `was_in`: an earlier try was, or may have been, committed.
+        """All entries of a window. `was_in`: an earlier try was, or may have been, committed;
+        `marked`: it was, and has left a mark.
 
         Rows that came whole in a message come first, then cancels, then claims: a job revoked in
         the window it arrived in has a row to cancel, and never runs.
@@ -197,7 +206,7 @@ class Ledger:
                 now=now,
             )
         self._hand_back(connection, _of(HandBack, window), moment, was_in, written)
-        self._finish(connection, _of(Finish, window), moment, was_in, written)
+        self._finish(connection, _of(Finish, window), moment, was_in, marked, written)
         new_jobs = [
             entry.new_job
             for entry in window
@@ -269,6 +278,7 @@ class Ledger:
         entries: list[Finish],
         moment: Moment,
         was_in: bool,
+        marked: bool,
         written: _Written,
     ) -> None:
         accepted = finishing.finish(
@@ -277,9 +287,9 @@ class Ledger:
         if was_in:
             refused = [entry.held for entry in entries if entry.held not in accepted]
             accepted |= finishing.ended_under(connection, refused)
-        else:
-            num_stale = sum(entry.held not in accepted for entry in entries)
-            attempts.count(connection, {(Count.STALE_WRITES, "result"): num_stale})
+        written.num_stale = sum(entry.held not in accepted for entry in entries)
+        if not marked:
+            attempts.count(connection, {(Count.STALE_WRITES, "result"): written.num_stale})
         written.ended += sorted(held.id for held in accepted)
         for entry in entries:
             written.answers.append(_bind(entry.answer, entry.held in accepted))

@@ -347,6 +347,16 @@ def test_a_claim_is_ours_whether_the_broken_commit_was_in_or_not(bench, breaks):
     assert job.attempt == 1
 
 
+@pytest.mark.parametrize("breaks", ["", "b", "a", "ba", "aab"])
+def test_a_stale_result_is_counted_once_whether_the_broken_commit_was_in_or_not(bench, breaks):
+    [job_id] = bench.submit()
+    job = bench.claim(job_id)
+    bench.database.breaks = breaks
+    assert not bench.finish(Held(job.id, job.fence - 1))
+    with bench.database.read() as connection:
+        assert attempts.totals(connection) == {("stale_writes", "result"): 1}
+
+
 @pytest.mark.parametrize("breaks", ["b", "a", "ba", "aab"])
 def test_a_result_is_accepted_once_whether_the_broken_commit_was_in_or_not(bench, breaks):
     [job_id] = bench.submit()
