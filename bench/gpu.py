@@ -239,8 +239,9 @@ def main() -> None:
     run(report, device, args.dry)
     print("\n".join(report.table()))
     print(report.path)
-    proven = report.found["proofs"]
-    wrong = [row for row in proven if not row.get("ok")] if isinstance(proven, list) else [proven]
+    proven = [report.found[name] for name in ("proofs", "same texts")]
+    rows = [row for each in proven for row in (each if isinstance(each, list) else [each])]
+    wrong = [row for row in rows if not row.get("ok")]
     if wrong:
         raise SystemExit(f"{len(wrong)} proofs failed or were left out")
 

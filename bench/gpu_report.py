@@ -92,10 +92,12 @@ class Report:
             beside.replace(self.path)
 
     def _cut_off(self) -> None:
-        name = self._running or "the end"
-        had = self.found.get(name)
-        cut = {"cut_off": f"it had not come back {LATE_S:.0f} s past the budget"}
-        self._keep(name, [*had, cut] if isinstance(had, list) else cut)
-        print("\n".join(self.table()))
-        print(self.path, flush=True)
-        os._exit(CUT_OFF)
+        try:
+            name = self._running or "the end"
+            had = self.found.get(name)
+            cut = {"cut_off": f"it had not come back {LATE_S:.0f} s past the budget"}
+            self._keep(name, [*had, cut] if isinstance(had, list) else cut)
+            print("\n".join(self.table()))
+            print(self.path, flush=True)
+        finally:  # whatever the disk says
+            os._exit(CUT_OFF)
