@@ -16,7 +16,7 @@ from numba import cfunc, njit, prange
 from numba.core.ccallback import CFunc
 from numba.np.numpy_support import carray
 
-from engine.kernels.cpu.attention_halves import halve_query, halves_function
+from engine.kernels.cpu.attention_halves import halve_query
 from engine.kernels.cpu.attention_pairs import pairs_function, round_query
 from engine.kernels.cpu.attention_plan import (
     AHEAD,
@@ -185,10 +185,8 @@ def weigh_values(weights, panels, values_at, num_keys, rows, head_dim, kv_bytes,
 @functools.cache
 def tile_function(kind: int) -> CFunc:
     """How some rows attend to a stretch of keys, for a cache that stores numbers so."""
-    if kind == PAIRS:
-        return pairs_function()
-    if kind == HALF_PAIRS:
-        return halves_function()
+    if kind in (PAIRS, HALF_PAIRS):
+        return pairs_function(kind)
 
     @cfunc(
         "int64(" + 9 * "int64, " + "float32, float32, int64, int64)",
