@@ -150,7 +150,9 @@ def test_killed_at_any_time_it_goes_on_and_redoes_nothing(made, up, tmp_path):
             wait_until(lambda least=least: num_delivered(tmp_path) >= least, 60)
         run.kill()
         run.wait()
-        assert not list(tmp_path.glob("out/manifest.json"))
+        # a fast machine may be through before it is killed
+        ended = num_delivered(tmp_path) == 2 * NUM_ROWS
+        assert ended or not list(tmp_path.glob("out/manifest.json"))
     call(tmp_path, up, "run")
     assert texts(delivered(tmp_path)) == texts(delivered(made))
     with Client(up.url) as client:
