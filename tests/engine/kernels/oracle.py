@@ -58,6 +58,32 @@ def in_8_bits(
     return numbers, scales
 
 
+def spacing_in_8_bits(
+    numbers: Tensor,  # float64, up to the type's largest
+    dtype: torch.dtype,  # int8, float8_e4m3fn
+) -> Tensor:
+    """How far apart the type's numbers are around each."""
+    if dtype == torch.int8:
+        return torch.ones_like(numbers)
+    exponents = numbers.abs().clamp(min=2.0**-6).log2().floor()
+    return torch.exp2(exponents - 3)
+
+
+def edges_of_float8() -> tuple[Tensor, Tensor]:
+    """Numbers up to 448, and what e4m3 makes of each: the nearest, of two the even one."""
+    least = 2.0**-9
+    pairs = [
+        (448, 448), (447, 448), (-448, -448), (433, 448), (432, 448), (431, 416), (400, 384),
+        (248, 256), (247, 240), (127, 128), (31.5, 32), (-31, -32), (17, 16), (19, 20),
+        (-17, -16), (1.0625, 1), (1.1875, 1.25), (2.0**-6, 2.0**-6), (least, least),
+        (7.5 * least, 8 * least), (6.5 * least, 6 * least), (1.5 * least, 2 * least),
+        (2.5 * least, 2 * least), (0.75 * least, least), (0.5 * least, 0), (-0.25 * least, 0),
+        (0, 0),
+    ]  # fmt: skip
+    given, kept = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    return given, kept
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()

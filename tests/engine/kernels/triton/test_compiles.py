@@ -162,6 +162,8 @@ def test_kernels_beside_it(capability, dtype):
     }  # fmt: skip
     check(kernels, capability)
     for kernel in kernels:
+        if kernel.name == "turn_and_store" and "e4m3" in kernel.ptx:
+            assert "satfinite.e4m3" in kernel.ptx
         if kernel.name in ("norm_row", "gate_row"):
             # 8 bytes at a time or 16: alignment was seen
             assert ".v2.b32" in kernel.ptx or ".v4.b32" in kernel.ptx, kernel.name

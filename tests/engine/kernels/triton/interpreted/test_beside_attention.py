@@ -13,6 +13,7 @@ from tests.engine.kernels import oracle
 
 SEEDS = [secrets.randbelow(2**32) for _ in range(2)]
 DTYPES = [torch.float32, torch.float16]
+FP8 = torch.float8_e4m3fn
 
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -117,30 +118,37 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(draw, dtype):
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "head_dim", "rotary_dim", "block_size"),
-    [(3, 64, 64, 16), (1, 80, 80, 8), (5, 96, 72, 32), (2, 128, 0, 16)],
-)
-def test_an_int8_cache_keeps_the_nearest_to_what_float64_turns(
-    draw, dtype, num_kv_heads, head_dim, rotary_dim, block_size
+    ("kept", "num_kv_heads", "head_dim", "rotary_dim", "block_size"),
+    [
+        (torch.int8, 3, 64, 64, 16), (torch.int8, 1, 80, 80, 8), (torch.int8, 5, 96, 72, 32),
+        (torch.int8, 2, 128, 0, 16), (FP8, 3, 64, 64, 16), (FP8, 1, 80, 20, 8),
+        (FP8, 2, 128, 0, 32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_cache_of_8_bits_keeps_the_nearest_to_what_float64_turns(
+    draw, dtype, kept, num_kv_heads, head_dim, rotary_dim, block_size
 ):
-    # what the interpreter stores as float8 is wrong: that is only compiled
     num_tokens, num_heads = 6, 2 * num_kv_heads
-    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
-    before = fused.clone()
-    query, key, value = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    # tokens of all sizes, and in each head numbers far below its largest
+    fused *= 10.0 ** torch.randint(-2, 3, (num_tokens, 1, 1))
+    fused *= 10.0 ** torch.randint(-5, 1, fused.shape)
+    before = fused.to(dtype)
+    query, key, value = before.clone().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     cache = torch.full((3, num_kv_heads, 2, block_size, head_dim + 4), -1, dtype=torch.int8)
     slots = torch.tensor(draw.sample(range(3 * block_size), num_tokens))
     slots[draw.randrange(num_tokens)] = NO_SLOT
     angle = torch.rand(num_tokens, rotary_dim // 2) * 100
     if rotary_dim:
-        store.rotary_store_kv(query, key, value, angle.cos(), angle.sin(), cache, slots)
+        store.rotary_store_kv(query, key, value, angle.cos(), angle.sin(), cache.view(kept), slots)
     else:
-        store.store_kv(key, value, cache, slots)
+        store.store_kv(key, value, cache.view(kept), slots)
     wanted = before.double()
     wanted[..., :rotary_dim] = oracle.rotary(before[..., :rotary_dim], angle.cos(), angle.sin())
     wanted[:, -num_kv_heads:] = value.double()
     close(query, (wanted if rotary_dim else before.double())[:, :num_heads], dtype)
-    numbers, scales = oracle.in_8_bits(cache)
+    numbers, scales = oracle.in_8_bits(cache.view(kept))
     stored = torch.zeros(3, block_size, dtype=torch.bool)
     for token, slot in enumerate(slots.tolist()):
         if slot != NO_SLOT:
@@ -148,22 +156,35 @@ def test_an_int8_cache_keeps_the_nearest_to_what_float64_turns(
             stored[block, place] = True
             expected = torch.stack(wanted[token, num_heads:].split(num_kv_heads), dim=1)
             scale = scales[block, :, :, place]
-            torch.testing.assert_close(
-                scale, expected.abs().amax(-1, keepdim=True) / 127, rtol=1e-5, atol=0
-            )
-            off = (numbers[block, :, :, place] * scale - expected).abs() / scale
-            assert (off <= 0.5 + 1e-3).all()
+            largest = expected.abs().amax(-1, keepdim=True)
+            end = 127.0 if kept == torch.int8 else 448.0
+            torch.testing.assert_close(scale, largest / end, rtol=1e-5, atol=0)
+            off = (numbers[block, :, :, place] - expected / scale).abs()
+            # turned in float32: what is far below the largest is off by a little of that
+            assert (off <= oracle.spacing_in_8_bits(expected / scale, kept) / 2 + 3e-4).all()
     for untouched in (numbers, scales):
         free = untouched.permute(0, 3, 1, 2, 4)[~stored]
         assert ((free == -1) | free.isnan()).all()
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, 0.0, 1e-36])
+def test_float8_is_rounded_to_the_nearest_to_even_down_to_nothing(draw, dtype):
+    given, wanted = oracle.edges_of_float8()
+    x = given.to(dtype).view(1, 1, -1)
+    cache = torch.zeros(1, 1, 2, 16, x.shape[2] + 4, dtype=torch.int8).view(FP8)
+    store.store_kv(x, -x, cache, torch.tensor([5]))
+    numbers, scales = oracle.in_8_bits(cache)
+    assert scales[0, 0, :, 5].flatten().tolist() == [1, 1]
+    assert numbers[0, 0, 0, 5].tolist() == wanted.tolist()
+    assert numbers[0, 0, 1, 5].tolist() == (-wanted).tolist()
+
+
+@pytest.mark.parametrize("kept", [torch.int8, FP8], ids=str)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 0.0, 1e-36])
 @pytest.mark.parametrize("at", [0, 20, 50])
-def test_what_8_bits_cannot_keep_is_no_number_or_nothing(draw, dtype, broken, at):
+def test_what_8_bits_cannot_keep_is_no_number_or_nothing(draw, dtype, kept, broken, at):
     x = torch.zeros(1, 1, 64, dtype=dtype)
     x[..., at] = broken
-    cache = torch.zeros(1, 1, 2, 16, 68, dtype=torch.int8)
+    cache = torch.zeros(1, 1, 2, 16, 68, dtype=torch.int8).view(kept)
     ones, zeros = torch.ones(1, 20), torch.zeros(1, 20)  # turned by nothing
     with np.errstate(invalid="ignore"):  # the interpreter's: a device has no warnings
         store.rotary_store_kv(x.clone(), x, x, ones, zeros, cache, torch.tensor([2]))

@@ -3,12 +3,14 @@
 import random
 import secrets
 
+import numpy as np
 import pytest
 import torch
 
 from engine.kernels import fp8
 from engine.kernels.triton import devices, packed_linear
 from engine.kernels.triton import fp8 as triton_fp8
+from tests.engine.kernels import oracle
 from tests.engine.kernels.packed_case import check_packed
 
 SEEDS = [secrets.randbelow(2**32)]
@@ -68,9 +70,34 @@ def test_no_row(draw):
 
 
 @pytest.mark.parametrize("size", [1, 100, 2500])
-def test_scales_of_rows_made_float8(draw, size):
-    # what the interpreter stores as float8 is wrong: the numbers are compared on a GPU alone
+def test_rows_made_float8(draw, size):
     x = (torch.randn(3, size) * 10 ** draw.uniform(-3, 3)).half()
+    x *= 10.0 ** torch.randint(-4, 1, x.shape)
     x[1] = 0
-    _, scales = triton_fp8.quantize_rows(x)
-    torch.testing.assert_close(scales, fp8.quantize_rows(x)[1], rtol=1e-6, atol=0)
+    numbers, scales = (found.double() for found in triton_fp8.quantize_rows(x))
+    largest = x.double().abs().amax(1, keepdim=True)
+    torch.testing.assert_close(scales, largest.clamp(min=fp8.LEAST) / 448, rtol=1e-6, atol=0)
+    off = (numbers - x.double() / scales).abs()
+    spacing = oracle.spacing_in_8_bits(x.double() / scales, fp8.FP8)
+    assert (off <= spacing * (0.5 + 1e-5)).all()
+    assert not numbers[1].any()
+
+
+def test_rows_are_rounded_to_the_nearest_to_even(draw):
+    given, wanted = oracle.edges_of_float8()
+    for factor in (1.0, 0.125, 64.0):
+        numbers, scales = triton_fp8.quantize_rows((given * factor).float()[None])
+        assert scales.tolist() == [[factor]]
+        assert numbers[0].double().tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_what_is_no_number_makes_none(draw, broken):
+    x = torch.randn(2, 2100)
+    at = draw.randrange(2100)
+    x[0, at] = broken
+    with np.errstate(invalid="ignore"):
+        numbers, scales = triton_fp8.quantize_rows(x)
+    rows = numbers.float() * scales
+    assert rows[0, at].isnan()
+    assert rows[1].isfinite().all()
