@@ -20,6 +20,7 @@ from api.guard import Guard
 from api.hints import Hints
 from api.intake import Intake
 from api.keyring import Keyring
+from api.lease import Lease
 from api.middleware import Edge
 from api.pool import Pool
 from api.present import Presenter
@@ -82,7 +83,7 @@ MAX_DISK_WAITING = 256
 DISK_TIMEOUT_S = 30.0
 MAX_SQL_WAITING = 4096
 SQL_TIMEOUT_S = 20.0  # the database's own limits, of about 15 s, come first
-CHECK_THREADS = 1  # of readiness
+CHECK_THREADS = 1  # of readiness, and of the lease
 MAX_CHECKS_WAITING = 64
 CHECK_TIMEOUT_S = 3.0
 HINT_THREADS = 1  # see api.hints
@@ -98,6 +99,7 @@ def create_app(settings: Settings) -> Starlette:
         tasks = [
             asyncio.create_task(keep_running("listen", lambda: services.waiters.listen(settings))),
             asyncio.create_task(keep_running("feed", services.feed.run)),
+            asyncio.create_task(keep_running("lease", services.lease.run)),
             asyncio.create_task(
                 keep_running("reread", lambda: services.waiters.reread(services.sql))
             ),
@@ -184,6 +186,7 @@ def _wire(settings: Settings) -> Services:
         hints=Hints(settings, database, make_app(settings)),
         bodies=BodyReader(settings.max_body_bytes, budget_bytes=settings.body_memory_bytes),
         sql=sql,
+        lease=Lease(sql, settings),
         presenter=presenter,
         acceptance=Acceptance(sql, presenter, ttl_s=settings.idempotency_ttl_s),
         intake=Intake(cpu),

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 JOB_ID = re.compile(r"job_[0-9A-Za-z_-]{1,100}")
 MAX_KEY_CHARACTERS = 255
+LET_GO_TRIES = 60  # LOOK_S apart, where the database is away
 LOOK_S = 5.0  # between two looks at the row of a job that is followed and says nothing
 
 
@@ -49,8 +50,11 @@ async def accept(
     tenant: str,
     key: str | None,
     body_sha256: bytes,
+    keep: bool = True,  # else they end with their caller
 ) -> Accepted:
     """Accept all of them or none. Raises Conflict."""
+    if not keep and (waiter := services.lease.name) is not None:
+        new_jobs = [replace(job, waiter_id=waiter) for job in new_jobs]
     if (parent := tracing.current.get()) is not None:
         new_jobs = [replace(job, trace_parent=parent) for job in new_jobs]
     submission = Submission(tenant=tenant, new_jobs=new_jobs, key=key, body_sha256=body_sha256)
@@ -144,10 +148,14 @@ def let_go(services: Services, record: JobRecord) -> None:
     """Cancel a job that nobody waits for any more, whatever becomes of the call that asked."""
 
     async def work() -> None:
-        try:
-            await cancel(services, record.tenant_id, record.id)
-        except (Overloaded, Unavailable) as error:
-            logger.warning("job %s goes on without its caller: %s", record.id, error.message)
+        for _ in range(LET_GO_TRIES):
+            try:
+                await cancel(services, record.tenant_id, record.id)
+            except (Overloaded, Unavailable) as error:
+                logger.warning("job %s goes on without its caller: %s", record.id, error.message)
+                await asyncio.sleep(LOOK_S)
+            else:
+                return
 
     services.background(work())
 

@@ -17,6 +17,7 @@ from api.feed import Feed
 from api.hints import Hints
 from api.intake import Intake
 from api.keyring import Keyring
+from api.lease import Lease
 from api.pool import Pool
 from api.present import Presenter
 from api.sql import Sql
@@ -41,6 +42,7 @@ class Services:
     hints: Hints
     bodies: BodyReader
     sql: Sql
+    lease: Lease
     presenter: Presenter
     acceptance: Acceptance
     intake: Intake
@@ -63,6 +65,7 @@ class Services:
     async def close(self) -> None:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=TASKS_GRACE_S)
+        await self.lease.end()
         self.hints.stop(HINTS_GRACE_S)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

@@ -44,6 +44,10 @@ class Sql:
         """A read for readiness, behind no other reads."""
         return await self.checks.run(self._read, statement)
 
+    async def urgent(self, statement: Callable[[Connection, float], R]) -> R:
+        """A small write, behind no other calls' writes."""
+        return await self.checks.run(self._write, statement)
+
     @overload
     async def write(self, statement: Callable[[Connection, float], R]) -> R: ...
 

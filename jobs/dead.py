@@ -104,6 +104,7 @@ def _requeue(connection: Connection, candidates: Select[Any], now: float) -> lis
         (
             "worker_id", "checkpoint", "published_at", "started_at", "first_token_at",
             "finished_at", "error", "finish_reason", "pieces", "announced_at", "not_before",
+            "waiter_id",  # whoever waited has been told that it failed
         )
     )  # fmt: skip
     values |= dict.fromkeys(("attempt", "crash_count", "cached_tokens", "checkpoint_tokens"), 0)

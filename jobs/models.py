@@ -81,6 +81,8 @@ class Job(Base):
     not_before: Mapped[float | None]  # queued, it waits until then; null: for its turn alone
     trace_parent: Mapped[str | None] = mapped_column(String(64))  # of the call; see jobs.tracing
     stored: Mapped[int | None]  # 1: its body says `store`, so a chat is listed; else null
+    # the API process whose caller waits for it, with whom it ends; null: it is not to end so
+    waiter_id: Mapped[str | None] = mapped_column(String(64))
 
 
 class Attempt(Base):
@@ -145,6 +147,15 @@ class Worker(Base):
     lease_until: Mapped[float]
     stats: Mapped[str]  # JSON: what the engine said at the last beat
     ledger_window: Mapped[int] = mapped_column(server_default="0")  # its ledger's last, see there
+
+
+class ApiProcess(Base):
+    """An API process, and its lease: all jobs that end with their callers hang on this one row."""
+
+    __tablename__ = "api_processes"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    lease_until: Mapped[float]
 
 
 class IdempotencyKey(Base):
@@ -289,6 +300,7 @@ attempts, engine_deaths, tallies = _table(Attempt), _table(EngineDeath), _table(
 tenants, api_keys = _table(Tenant), _table(ApiKey)
 webhook_endpoints, webhook_deliveries = _table(WebhookEndpoint), _table(WebhookDelivery)
 files, batches = _table(File), _table(Batch)
+api_processes = _table(ApiProcess)
 
 # spelled as constants: no planner proves that a partial index applies to a state it is not told
 QUEUED = jobs.c.state == literal_column("'queued'")
@@ -303,6 +315,9 @@ ENDED_RESPONSE = and_(
     jobs.c.finished_at.is_not(None),
     jobs.c.announced_at.is_(None),
 )
+
+# jobs under way that end with their callers
+WAITED_FOR = and_(jobs.c.waiter_id.is_not(None), jobs.c.finished_at.is_(None))
 
 # columns of a job that ends with nobody to go on from its checkpoint
 LOST: dict[str, Any] = {
@@ -359,6 +374,7 @@ _partial(
     "jobs_rows_started", jobs.c.tenant_id, jobs.c.started_at,
     where="row_number IS NOT NULL AND started_at IS NOT NULL",
 )  # fmt: skip
+_partial("jobs_waited_for", jobs.c.waiter_id, where="waiter_id IS NOT NULL AND finished_at IS NULL")
 _partial("jobs_stored", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id, where="stored IS NOT NULL")
 # how a batch's rows are: counted, and looked for
 _partial(

@@ -61,6 +61,7 @@ class NewJob:
     row_number: int | None = None  # in its batch
     stream: StreamMode | None = None  # its tokens are told while they come
     trace_parent: str | None = None
+    waiter_id: str | None = None  # the API process whose caller it ends with
     prompt_tokens: int = 0  # counted at the door; 0: not counted
     max_tokens: int = 0
 
@@ -115,6 +116,7 @@ class NewJob:
             metadata=dict(self.metadata),
             stream=self.stream,
             trace_parent=self.trace_parent,
+            waiter_id=self.waiter_id,
             state=JobState.QUEUED,
             created_at=now,
             prompt_tokens=self.prompt_tokens,
@@ -166,6 +168,7 @@ class JobRecord:
     completion_tokens: int = 0
     wasted_tokens: int = 0
     row_number: int | None = None
+    waiter_id: str | None = None  # the API process whose caller it ends with
 
     @classmethod
     def of(cls, row: Row[Any]) -> Self:

@@ -155,11 +155,12 @@ class Settings:
     )
     lease_s: float = _setting(
         30.0, "A worker silent this long loses its jobs. It beats however long a step lasts, up to "
-        "TOKENMILL_STALL_S.", unit="seconds", low=1, high=3600,
+        "TOKENMILL_STALL_S. An API process silent this long loses those that end with its callers.",
+        unit="seconds", low=1, high=3600,
     )  # fmt: skip
     beat_s: float = _setting(
-        5.0, "How often a worker extends its lease, at most a third of it; unset: a sixth of it or "
-        "5 seconds, the shorter.", unit="seconds", low=0.05, high=1200,
+        5.0, "How often a worker or an API process extends its lease, at most a third of it; "
+        "unset: a sixth of it or 5 seconds, the shorter.", unit="seconds", low=0.05, high=1200,
     )  # fmt: skip
     stall_s: float = _setting(
         60.0, "An engine with work and no finished step for this long, or ten times the median of "

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("api", "cli", "jobs", "worker")
 OWNED = {table for table in Base.metadata.sorted_tables if "tenant_id" in table.c}
 # tables of the deployment itself: what is in them belongs to no tenant
-UNOWNED = {"workers", "tenants", "engine_deaths", "tallies"}
+UNOWNED = {"workers", "api_processes", "tenants", "engine_deaths", "tallies"}
 
 # module.function: why it sees every tenant
 ALL_TENANTS = {
@@ -71,6 +71,7 @@ ALL_TENANTS = {
     "jobs.sweep.purge": "the sweeper's",
     "jobs.sweep.reap": "the sweeper's",
     "jobs.sweep.republish": "the sweeper's",
+    "jobs.waiting.cancel_unwaited": "the sweeper's",
     "jobs.webhooks.announce": "the sweeper's",
     "jobs.webhooks.purge": "the sweeper's",
     "jobs.webhooks.take_due": "the sweeper's",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from jobs import store, sweep
+from jobs import store, sweep, waiting
 from jobs.celery_app import make_app
 from jobs.database import Database, transient, trouble
 from jobs.events import Channel, Publisher
@@ -52,6 +52,8 @@ class Sweeper:
         self._publisher = Publisher(settings)
         self._away: set[str] = set()  # of "database" and "redis", as the log knows it
         self._purge_due = 0.0
+        # by the monotonic clock: API processes could extend their leases from then on
+        self._reaches_since = self._last_reached = float("-inf")
         self._schema_known = False
         self.runs_short = False  # a runway was at least half empty, and there were ids for it
 
@@ -100,15 +102,29 @@ class Sweeper:
             now = self._database.clock(connection)
             reaped = sweep.reap(connection, now)
             expired = sweep.expire(connection, now)
+            unwaited = waiting.cancel_unwaited(connection, now) if self._is_steady() else []
             if time.monotonic() >= self._purge_due:
                 sweep.purge(connection, now=now, idempotency_ttl_s=self._settings.idempotency_ttl_s)
+                waiting.purge(connection, now)
                 self._purge_due = time.monotonic() + PURGE_EVERY_S
         for job in reaped:
             logger.warning("job %s taken from a silent worker: state=%s", job.id, job.state)
         if expired:
             logger.info("%d jobs expired", len(expired))
-        ended = [job.id for job in reaped if job.state in TERMINAL] + expired
+        for job_id in unwaited:
+            logger.warning("job %s cancelled: the API process whose caller waited is gone", job_id)
+        ended = [job.id for job in reaped if job.state in TERMINAL] + expired + unwaited
         self._publisher.publish(Channel.ENDED, ended)
+        self._publisher.publish(Channel.CANCELLED, unwaited)
+
+    def _is_steady(self) -> bool:
+        """Whether the database has answered for a while: before, a process that lives may not have
+        been able to say so."""
+        now = time.monotonic()
+        if now - self._last_reached > self._settings.beat_s + self._settings.sweep_s:
+            self._reaches_since = now
+        self._last_reached = now
+        return now - self._reaches_since >= self._settings.lease_s / 2
 
     def _missed(self, server: str, why: str) -> None:
         if server not in self._away:

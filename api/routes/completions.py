@@ -41,13 +41,13 @@ async def _complete(url: str, request: Request, services: Services, tenant: str)
         call = await services.intake(
             raw, partial(_read, url, raw, services.door, services.settings)
         )
+    # who gave a key may come back with it for the same job
+    keep = call.body.get("store") is True or key is not None
     submitted = await core.accept(
-        services, [call.new_job], tenant=tenant, key=key, body_sha256=call.body_sha256
+        services, [call.new_job], tenant=tenant, key=key, body_sha256=call.body_sha256, keep=keep
     )
     record = submitted.records[0]
     headers = {"idempotent-replayed": "true"} if submitted.replayed else {}
-    # who gave a key may come back with it for the same job
-    keep = call.body.get("store") is True or key is not None
     if call.streams:
         return sse.response(_stream(services, record, call, keep=keep), headers)
     record = await core.result(services, request, record, keep=keep)

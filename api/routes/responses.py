@@ -57,12 +57,12 @@ async def create_response(request: Request, services: Services, tenant: str) -> 
         call = await services.cpu.run(
             _read, body, body_sha256, before, services.door, services.settings
         )
+    keep = _stored(call.body) or key is not None
     submitted = await core.accept(
-        services, [call.new_job], tenant=tenant, key=key, body_sha256=call.body_sha256
+        services, [call.new_job], tenant=tenant, key=key, body_sha256=call.body_sha256, keep=keep
     )
     record = submitted.records[0]
     headers = {"idempotent-replayed": "true"} if submitted.replayed else {}
-    keep = _stored(call.body) or key is not None
     if call.streams:
         return sse.response(_stream(services, record, keep=keep), headers)
     if call.body.get("background") is not True:

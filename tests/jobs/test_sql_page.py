@@ -15,7 +15,7 @@ PAGE = (REPOSITORY / "docs" / "sql.md").read_text()
 NOW = 20_700 * 86_400 + 60.0  # a minute into that day since 1970
 OURS = {
     "rank", "due_at", "fence", "crash_count", "worker_id", "checkpoint", "checkpoint_tokens",
-    "published_at", "stream", "pieces", "announced_at", "trace_parent",
+    "published_at", "stream", "pieces", "announced_at", "trace_parent", "waiter_id",
 }  # fmt: skip
 
 

@@ -108,6 +108,27 @@ def test_what_it_ends_is_announced(bench):
     assert bench.get(late).state == JobState.EXPIRED
 
 
+def test_a_job_of_a_lost_api_process_ends_once_others_could_have_extended_their_leases(
+    bench, monkeypatch
+):
+    clock = [1000.0]
+    monkeypatch.setattr("worker.sweeper.time.monotonic", lambda: clock[0])
+    [job_id] = bench.submit(waiter_id="gone")
+    heard = Subscription(bench.settings, Channel.CANCELLED)
+    heard.wait(0.1)  # subscribes
+
+    def after(seconds: float) -> JobState:
+        clock[0] += seconds
+        bench.sweeper.sweep()
+        return bench.get(job_id).state
+
+    steps = [0, 5, 5, 4.9, 6, 5, 5]  # too long a pause before the last three
+    assert {after(seconds) for seconds in steps} == {JobState.QUEUED}
+    assert after(5) == JobState.CANCELLED
+    assert set(heard.wait(TIMEOUT_S)) == {job_id}
+    heard.close()
+
+
 def test_many_sweepers_do_the_work_of_one(bench):
     ids = bench.submit(8)
     bench.claim(ids[0], lease_s=-1)
