@@ -5,7 +5,7 @@ true of the job itself. Takes an open connection; any number of jobs in one stat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, func, update
 
@@ -32,6 +32,22 @@ class Counted:
     job_id: str
     prompt_tokens: int
     max_tokens: int  # 0: not known, its options were refused
+
+
+def account_left(connection: Connection, left: Sequence[Wasted]) -> None:
+    """Attempts that were ended by others: `tokens` is all that each had, stored ones too.
+
+    A beat may have stored more than the worker knew when it let go, so the record of the attempt
+    says how many its checkpoint took: those are counted with the job's end, or the next attempt's.
+    """
+    if not left:
+        return
+    stored = attempts.stored_tokens(connection, [(each.job_id, each.fence) for each in left])
+    lost = [
+        replace(each, tokens=max(0, each.tokens - stored.get((each.job_id, each.fence), 0)))
+        for each in left
+    ]
+    account_wasted(connection, lost)
 
 
 def account_wasted(connection: Connection, wasted: Sequence[Wasted]) -> None:

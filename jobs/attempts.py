@@ -64,6 +64,7 @@ class Closed:
     # those of the job that are in its output or checkpoint now, earlier attempts' too
     kept_tokens: int = 0
     wasted_tokens: int = 0  # with the job's, this attempt's or an earlier one's
+    stored_tokens: int = 0  # in the job's checkpoint when it was taken from its worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,7 @@ def close(connection: Connection, closed: Sequence[Closed], *, now: float) -> No
         "error_code": str,
         "kept_tokens": int,
         "wasted_tokens": int,
+        "stored_tokens": int,
     }
     values = [tuple(getattr(each, name) for name in columns) for each in closed]
     rows = given(connection, columns, values)
@@ -122,6 +124,7 @@ def close(connection: Connection, closed: Sequence[Closed], *, now: float) -> No
             error_code=rows["error_code"],
             kept_tokens=case((own > 0, own), else_=0),
             wasted_tokens=attempts.c.wasted_tokens + rows["wasted_tokens"],
+            stored_tokens=rows["stored_tokens"],
         )
         .returning(attempts.c.outcome),
         rows.parameters,
@@ -146,6 +149,20 @@ def add_wasted(connection: Connection, wasted: Iterable[tuple[str, int, int]]) -
         .values(wasted_tokens=attempts.c.wasted_tokens + rows["tokens"]),
         rows.parameters,
     )
+
+
+def stored_tokens(
+    connection: Connection, ended: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], int]:
+    """What the checkpoints of jobs held when they were taken from these attempts (job, fence)."""
+    rows = given(connection, {"job_id": str, "fence": int}, sorted(set(ended)))
+    query = select(attempts.c.job_id, attempts.c.fence, attempts.c.stored_tokens).where(
+        attempts.c.job_id == rows["job_id"], attempts.c.fence == rows["fence"]
+    )
+    return {
+        (row.job_id, row.fence): row.stored_tokens
+        for row in connection.execute(query, rows.parameters)
+    }
 
 
 def of_job(connection: Connection, job_id: str, *, tenant: str) -> list[AttemptRecord]:

@@ -282,12 +282,6 @@ def beat(
     )
 
 
-def last_beat(connection: Connection, worker_id: str) -> float | None:
-    """The `now` of the last beat that was committed; waits for one that is being committed."""
-    query = select(workers.c.seen_at).where(workers.c.id == worker_id).with_for_update()
-    return connection.scalar(query)
-
-
 def mark_window(connection: Connection, worker_id: str, window: int) -> None:
     """Let the row say that this transaction of the worker's ledger was committed, if it is."""
     connection.execute(

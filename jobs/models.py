@@ -104,6 +104,8 @@ class Attempt(Base):
     resumed_tokens: Mapped[int]  # it found in the checkpoint
     kept_tokens: Mapped[int]  # of its own, in the output or for the next attempt
     wasted_tokens: Mapped[int]  # of its own, and told of: a killed worker's are not
+    # in the checkpoint it left when another ended it, or took the job
+    stored_tokens: Mapped[int] = mapped_column(server_default="0")
 
 
 class EngineDeath(Base):

@@ -135,4 +135,5 @@ def taken(row: Row[Any], outcome: Outcome, code: ErrorCode | None = None) -> Clo
         error_code=error.get("code") if code is None else str(code),
         kept_tokens=0 if ended else row.checkpoint_tokens,
         wasted_tokens=row.checkpoint_tokens if ended else 0,
+        stored_tokens=row.checkpoint_tokens,
     )

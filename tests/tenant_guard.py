@@ -28,6 +28,7 @@ UNOWNED = {"workers", "api_processes", "tenants", "engine_deaths", "tallies"}
 # module.function: why it sees every tenant
 ALL_TENANTS = {
     "jobs.accounting.account_wasted": "a worker's, by the id of a job it had",
+    "jobs.attempts.stored_tokens": "a worker's, by the id of a job it had",
     "jobs.accounting.count_prompts": "a worker's, by the id of a job it has",
     "jobs.attempts.add_wasted": "a worker's, of attempts it had",
     "jobs.attempts.close": "whoever's the jobs are that have just been ended, under their fences",

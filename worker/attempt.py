@@ -44,7 +44,6 @@ class Attempt:
     first_token_at: float | None = None  # monotonic; the first that is this attempt's own
     num_resumed: int = 0  # of these, made by earlier attempts
     num_seen: int = 0  # of these, by the last beat
-    num_stored: int = 0  # of these, in the row's checkpoint
     num_left: int = 0  # in the row's checkpoint, and not of these
     claimed_at: float = field(default_factory=time.monotonic)
     running_at: float | None = None  # monotonic; given to the engine
@@ -67,8 +66,9 @@ class Attempt:
         return num_tokens(self.generated)
 
     @property
-    def num_unstored(self) -> int:
-        return self.num_generated - self.num_stored
+    def num_in_all(self) -> int:
+        """Its tokens, and those of an earlier attempt that it could not go on from."""
+        return self.num_left + self.num_generated
 
     def resume(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
         """Take the prompt, and the tokens of an earlier attempt where they fit it."""
@@ -81,7 +81,7 @@ class Attempt:
             self.num_left = 0
         else:
             self.generated = [[] for _ in range(prompt.params.n)]
-        self.num_resumed = self.num_stored = self.num_generated
+        self.num_resumed = self.num_generated
         job = self.job
         self.streaming = streaming_of(
             job.id, job.url, job.stream, prompt, self.generated, tokenizer

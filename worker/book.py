@@ -236,7 +236,7 @@ class Book:
             HandBack(
                 held=attempt.held,
                 checkpoint=None if attempt.prompt is None else attempt.generated,
-                unstored_tokens=attempt.num_unstored,
+                num_tokens=attempt.num_in_all,
                 pieces=None if (pieces := attempt.unstored_pieces) is None else pieces.lines,
                 first_token_at=attempt.first_token_at,
                 crashed=crashed,
@@ -253,10 +253,9 @@ class Book:
             self._waste(attempt)
 
     def _waste(self, attempt: Attempt) -> None:
-        if tokens := attempt.num_unstored:
-            self._post(
-                Waste(held=attempt.held, tokens=tokens, first_token_at=attempt.first_token_at)
-            )
+        if tokens := attempt.num_in_all:
+            first = attempt.first_token_at
+            self._post(Waste(held=attempt.held, tokens=tokens, whole=True, first_token_at=first))
 
     def end(self, delivery: Delivery, ending: Ending, message: str = "") -> None:
         """Tell Celery, unless it has been told."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from engine.tokenizer import Tokenizer
 from jobs import openai
-from jobs.claims import ClaimedJob, Held, num_tokens
+from jobs.claims import ClaimedJob, Held
 from jobs.lifecycle import ErrorCode
 from jobs.streams import Run
 from worker.admission import EngineRoom
@@ -145,10 +145,11 @@ class Dispatcher:
                     self._book.hand_back(attempt)
                 return
             self._revoked.add(delivery)
+            # behind a claim that is on its way, the cancel finds the row either way; before the
+            # waste, it says what a beat under way has stored
+            self._post(Cancel(job_id=delivery.job_id, answer=lambda: self._cancelled(delivery)))
             if attempt is not None:
                 self._book.drop(attempt)
-        # posted behind a claim that is on its way, the cancel finds the row either way
-        self._post(Cancel(job_id=delivery.job_id, answer=lambda: self._cancelled(delivery)))
 
     def _cancelled(self, delivery: Delivery) -> None:
         self._revoked.discard(delivery)
@@ -350,10 +351,6 @@ class Dispatcher:
                     continue
                 if held in stored and attempt.streaming is not None and held in holding.pieces:
                     attempt.streaming.stored(holding.pieces[held].ends)
-                if held in stored:
-                    attempt.num_stored = max(
-                        attempt.num_stored, num_tokens(holding.checkpoints[held])
-                    )
                 if held not in lost:
                     continue
                 # of one whose result is on its way, the fence decides

@@ -44,7 +44,7 @@ class HandBack:
 
     held: Held
     checkpoint: Checkpoint | None  # None: it has not come to look at the row's
-    unstored_tokens: int  # of these, not in the row's checkpoint yet
+    num_tokens: int  # all that the attempt has; waste, but for those in the row, if it is late
     first_token_at: float | None  # monotonic; of this attempt
     pieces: str | None = None  # of its stream, what the row has not yet
     crashed: bool  # the engine process died with it
@@ -67,6 +67,7 @@ class Waste:
 
     held: Held  # as it was
     tokens: int
+    whole: bool = False  # all that the attempt had: those in the checkpoint it left are none
     first_token_at: float | None  # monotonic; of its attempt, or of these tokens
 
 

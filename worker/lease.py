@@ -14,15 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from jobs import claims, store
-from jobs.claims import Held
 from jobs.database import Database, transient, trouble
 from jobs.events import Subscription
 from jobs.records import WorkerInfo
-from worker.attempt import Holding
 from worker.dispatcher import Dispatcher
 from worker.engine_client import EngineClient
 from worker.guard import start_thread
@@ -60,8 +57,6 @@ class LeaseKeeper:
         self._stopping = threading.Event()
         self._stands_until = math.inf  # monotonic; not yet: the door is open once it is registered
         self._away = False  # the database, as far as the log knows
-        # a beat whose commit nobody has confirmed: its time, what it held, what it stored
-        self._doubt: tuple[float, Holding, frozenset[Held]] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, poll: Callable[[], None]) -> None:
@@ -126,7 +121,6 @@ class LeaseKeeper:
         }
         try:
             with self._database.begin() as connection:
-                self._settle(connection)
                 moment = self._database.moment(connection)
                 beaten = claims.beat(
                     connection,
@@ -139,24 +133,13 @@ class LeaseKeeper:
                     pieces={held: unstored.lines for held, unstored in holding.pieces.items()},
                     held=holding.held,
                 )
-                self._doubt = (moment.now, holding, beaten.stored)
         except claims.UnknownWorker:
             # asleep for so long that the row was swept away, and the jobs with it
             logger.warning("lease was gone: registered again")
             self._register()
             beaten = claims.Beaten(lost=frozenset(holding.held), stored=frozenset())
-        self._doubt = None
         self._stands_until = asked_at + self._lease_s
         self._dispatcher.beaten(holding, beaten.lost, beaten.stored)
-
-    def _settle(self, connection: Connection) -> None:
-        """A beat in doubt was in, or not: what it stored is not to be counted twice, or never."""
-        if self._doubt is None:
-            return
-        beaten_at, holding, stored = self._doubt
-        if claims.last_beat(connection, self._info.id) == beaten_at:
-            self._dispatcher.beaten(holding, lost=(), stored=stored)
-        self._doubt = None
 
     def _try(self, action: Callable[[], None]) -> bool:
         """False when the database is away, which is logged once."""

@@ -219,11 +219,18 @@ class Ledger:
                 written.ended.append(cancel.job_id)
             written.answers.append(cancel.answer)
         if not was_in:
-            wasted = [
-                _wasted(waste.held, waste.tokens, waste.first_token_at, moment)
-                for waste in _of(Waste, window)
-            ]
-            accounting.account_wasted(connection, wasted)
+            for account, whole in (
+                (accounting.account_left, True),
+                (accounting.account_wasted, False),
+            ):
+                account(
+                    connection,
+                    [
+                        _wasted(waste.held, waste.tokens, waste.first_token_at, moment)
+                        for waste in _of(Waste, window)
+                        if waste.whole is whole
+                    ],
+                )
         accounting.count_prompts(connection, [count.counted for count in _of(Counting, window)])
         self._claim(connection, _of(Claim, window), now, was_in, written)
         written.answers += [flush.answer for flush in _of(Flush, window)]
@@ -265,11 +272,11 @@ class Ledger:
             written.answers += [entry.answer for entry in batch]
             if not was_in:  # one not released had been lost before, with its newest tokens
                 late = [
-                    _wasted(e.held, e.unstored_tokens, e.first_token_at, moment)
+                    _wasted(e.held, e.num_tokens, e.first_token_at, moment)
                     for e in batch
                     if e.held not in states
                 ]
-                accounting.account_wasted(connection, late)
+                accounting.account_left(connection, late)
                 attempts.count(connection, {(Count.STALE_WRITES, "hand_back"): len(late)})
 
     def _finish(

@@ -102,6 +102,26 @@ def test_a_cancel_ends_the_attempt_under_way_and_tokens_told_of_later_are_added(
     assert counted(bench)[Count.WASTED_TOKENS, ""] == bench.get(claimed.id).wasted_tokens == 5
 
 
+@pytest.mark.parametrize("end", ["cancelled", "lapsed"])
+def test_all_that_a_lost_attempt_had_is_waste_but_for_what_its_checkpoint_took(bench, claimed, end):
+    beat(bench, [claimed], checkpoints={claimed.id: [[1, 2]]})
+    if end == "cancelled":
+        bench.call(store.cancel, claimed.id, tenant=DEFAULT_TENANT, now=NOW + 5)
+    else:
+        bench.call(sweep.reap, NOW + 60)
+    left = [
+        Wasted(claimed.id, 5, None, claimed.fence),
+        Wasted(claimed.id, 1, None, claimed.fence + 9),  # of one that nobody knows
+    ]
+    bench.call(accounting.account_left, left)
+    wasted = 5 + 1 if end == "cancelled" else 3 + 1
+    assert bench.get(claimed.id).wasted_tokens == wasted == counted(bench)[Count.WASTED_TOKENS, ""]
+    fewer = [Wasted(claimed.id, 1, None, claimed.fence)]
+    bench.call(accounting.account_left, fewer)
+    bench.call(accounting.account_left, [])
+    assert bench.get(claimed.id).wasted_tokens == wasted
+
+
 def test_what_has_not_been_claimed_has_no_attempt_whatever_its_end(bench):
     first, second = bench.submit(new_job(), new_job(deadline_s=1))
     bench.call(store.cancel, first.id, tenant=DEFAULT_TENANT, now=NOW)

@@ -6,8 +6,10 @@ all ways there are. The seed of a failure stands in its name.
 """
 
 import random
+import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from sqlalchemy import select
@@ -23,6 +25,7 @@ from tests.worker.test_ledger import FragileDatabase
 from worker.attempt import Phase
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
+from worker.entries import Flush
 from worker.lease import LeaseKeeper
 from worker.ledger import Ledger
 from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
@@ -160,6 +163,18 @@ class World:
         self.cancel()
         self.beat()
 
+    def beat_that_crosses(self) -> None:
+        """What it tells is out of date when it is in, and the worker's writes come behind it."""
+        gate = threading.Event()
+        self.ledger.post(Flush(answer=lambda: gate.wait() and None))
+        holding = self.dispatcher.holding
+        move = self.draw.choice([self.hand_back, self.revoke, self.limit, self.crash])
+        with patch.object(self.dispatcher, "holding", lambda: (holding(), move())[0]):
+            self.beat()
+        if self.draw.randrange(2):
+            self.cancel()
+        gate.set()
+
     def cancel(self) -> None:
         with self.others.begin() as connection:
             now = self.others.clock(connection)
@@ -238,8 +253,8 @@ def test_what_the_engine_generated_is_what_the_rows_say(database_url, tokenizer,
     world = World(database_url, tokenizer, seed)
     usual = [world.step, world.step, world.step, world.beat, world.submit, world.deliver_again]
     faults = [
-        world.beat_in_doubt, world.cancel, world.cancel_beside_a_beat, world.revoke, world.limit,
-        world.hand_back, world.crash, world.lapse, world.break_commits,
+        world.beat_in_doubt, world.beat_that_crosses, world.cancel, world.cancel_beside_a_beat,
+        world.revoke, world.limit, world.hand_back, world.crash, world.lapse, world.break_commits,
     ]  # fmt: skip
     for _ in range(4):
         world.submit()

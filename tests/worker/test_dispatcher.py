@@ -287,7 +287,7 @@ def test_what_fails_and_may_be_tried_again_is_handed_back_with_its_tokens(world)
     world.step(Delta(add.key, 0, [7]), ended=[ended(add.key, "error", error=error)])
     back = world.take(HandBack)
     assert (back.failed, back.crashed) == (ErrorCode.RESOURCE_EXHAUSTED, False)
-    assert (back.checkpoint, back.unstored_tokens) == ([[7]], 1)
+    assert (back.checkpoint, back.num_tokens) == ([[7]], 1)
     back.answer()
     assert world.celery[-1][0] == "end"
     assert not world.has(Finish)
@@ -454,31 +454,29 @@ def test_a_job_goes_on_from_its_checkpoint(world):
     assert add.generated == [[7, 8, 9]]
     world.step(Delta(add.key, 0, [10]))
     world.lose("job_1", fence=1)
-    assert world.take(Waste).tokens == 1  # the row accounts for those of its checkpoint
+    assert world.take(Waste).tokens == 4  # the ledger leaves out those of the row's checkpoint
 
 
-def test_tokens_in_a_stored_checkpoint_are_the_rows_to_account_for(world):
-    add = world.run()
-    world.step(Delta(add.key, 0, [7]))
-    world.dispatcher.holding()
-    world.step(Delta(add.key, 0, [8]))
-    unanswered = world.dispatcher.holding()
-    world.dispatcher.beaten(unanswered, lost=(), stored=unanswered.checkpoints)
-    world.step(Delta(add.key, 0, [9]))
-    world.dispatcher.holding()  # the database was away: nobody knows whether this one is stored
-    world.lose("job_1", fence=1)
-    assert world.take(Waste).tokens == 1
-
-
-def test_a_checkpoint_that_somebody_kept_from_its_row_is_not_the_rows_to_account_for(world):
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_waste_says_all_that_the_attempt_had_whatever_is_known_to_be_stored(world, is_stored):
     add = world.run()
     for number in range(3):
         world.step(Delta(add.key, 0, [number]))
         holding = world.dispatcher.holding()
-        world.dispatcher.beaten(holding, lost=(), stored=())
+        world.dispatcher.beaten(holding, lost=(), stored=holding.checkpoints if is_stored else ())
     assert list(holding.checkpoints) == [Held("job_1", 1)]
     world.lose("job_1", fence=1)
-    assert world.take(Waste).tokens == 3
+    waste = world.take(Waste)
+    assert (waste.tokens, waste.whole) == (3, True)
+
+
+def test_a_revoke_is_written_before_the_waste_that_it_makes(world):
+    delivery = world.receive()
+    world.take(Claim).answer(job("job_1"), NOW)
+    world.step(Delta(world.take(Add).key, 0, [7]))
+    delivery.terminate()
+    kinds = [type(entry) for entry in world.entries]
+    assert kinds.index(Cancel) < kinds.index(Waste)
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -500,12 +498,12 @@ def test_tokens_of_earlier_attempts_are_waste_where_this_one_is_refused(world):
     assert world.take(Finish).wasted_tokens == 3
 
 
-@pytest.mark.parametrize("num_stored", [0, 2])
-def test_a_hand_back_says_what_is_lost_if_it_comes_too_late(world, num_stored):
-    add = world.run(checkpoint=[[7, 8]] if num_stored else None)
+@pytest.mark.parametrize("num_resumed", [0, 2])
+def test_a_hand_back_says_all_that_the_attempt_has(world, num_resumed):
+    add = world.run(checkpoint=[[7, 8]] if num_resumed else None)
     world.step(Delta(add.key, 0, [9, 10, 11]))
     world.dispatcher.hand_back_all()
-    assert world.take(HandBack).unstored_tokens == 3
+    assert world.take(HandBack).num_tokens == num_resumed + 3
 
 
 @pytest.mark.parametrize("checkpoint", [[[7], [8]], [[7] * 21], [[]]])

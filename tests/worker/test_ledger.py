@@ -206,7 +206,7 @@ def test_a_handed_back_job_is_queued_again_with_its_tokens(bench):
         lambda answer: HandBack(
             held=held,
             checkpoint=[[7]],
-            unstored_tokens=1,
+            num_tokens=1,
             first_token_at=time.monotonic(),
             crashed=False,
             answer=answer,
@@ -225,7 +225,7 @@ def test_a_job_the_engine_died_with_too_often_fails_and_is_announced(bench):
         job = bench.claim(job_id)
         held = Held(job.id, job.fence)
         bench.ask(lambda answer, held=held: HandBack(
-            held=held, checkpoint=[], unstored_tokens=0, first_token_at=None, crashed=True,
+            held=held, checkpoint=[], num_tokens=0, first_token_at=None, crashed=True,
             answer=answer,
         ))  # fmt: skip
     assert bench.get(job_id).error["code"] == "poisoned"
@@ -238,7 +238,7 @@ def test_a_death_and_refused_writes_are_counted(bench):
     stale = Held(job.id, job.fence - 1)
     assert not bench.finish(stale)
     bench.ask(lambda answer: HandBack(
-        held=stale, checkpoint=None, unstored_tokens=0, first_token_at=None, crashed=True,
+        held=stale, checkpoint=None, num_tokens=0, first_token_at=None, crashed=True,
         answer=answer,
     ))  # fmt: skip
     died = Died(id="one", model="tiny", ending="SIGKILL", job_ids=[job_id])
@@ -259,7 +259,7 @@ def test_a_job_that_failed_and_is_tried_again_is_queued_with_its_tokens(bench):
     [job_id] = bench.submit()
     job = bench.claim(job_id)
     bench.ask(lambda answer: HandBack(
-        held=Held(job.id, job.fence), checkpoint=[[7]], unstored_tokens=1, first_token_at=None,
+        held=Held(job.id, job.fence), checkpoint=[[7]], num_tokens=1, first_token_at=None,
         crashed=False, failed=ErrorCode.ENGINE_ERROR, answer=answer,
     ))  # fmt: skip
     row = bench.get(job_id)
@@ -303,11 +303,11 @@ def test_tokens_of_a_hand_back_that_comes_too_late_are_waste(bench):
     held = Held(claimed.id, claimed.fence)
     bench.ask(lambda answer: Cancel(job_id=job_id, answer=answer))
     bench.ask(lambda answer: HandBack(
-        held=held, checkpoint=[[7, 8, 9]], unstored_tokens=2, first_token_at=time.monotonic(),
+        held=held, checkpoint=[[7, 8, 9]], num_tokens=3, first_token_at=time.monotonic(),
         crashed=True, answer=answer,
     ))  # fmt: skip
     row = bench.get(job_id)
-    assert (row.state, row.wasted_tokens) == (JobState.CANCELLED, 2)
+    assert (row.state, row.wasted_tokens) == (JobState.CANCELLED, 3)
     assert row.created_at <= row.first_token_at <= row.created_at + TIMEOUT_S
 
 
@@ -403,7 +403,7 @@ def test_tokens_of_a_late_hand_back_are_added_once_whether_its_commit_was_in_or_
             HandBack(
                 held=Held(job.id, job.fence),
                 checkpoint=[[7] * 9],
-                unstored_tokens=9,
+                num_tokens=9,
                 first_token_at=None,
                 crashed=False,
                 answer=lambda: None,
@@ -514,7 +514,7 @@ def test_a_first_token_lies_behind_the_claim_however_late_the_database_answers(
             lambda answer: HandBack(
                 held=held,
                 checkpoint=[[1]],
-                unstored_tokens=1,
+                num_tokens=1,
                 first_token_at=token_at,
                 crashed=False,
                 answer=answer,
