@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection
@@ -102,31 +102,41 @@ async def find(services: Services, tenant: str, job_id: str) -> JobRecord | None
     return await services.sql.read(read)
 
 
-async def result(
-    services: Services, request: Request, accepted: JobRecord, *, keep: bool
-) -> JobRecord:
-    """The job, once it has ended. One that is not to be kept ends with its caller.
+async def results(
+    services: Services, request: Request, accepted: Sequence[JobRecord], *, keep: bool
+) -> list[JobRecord]:
+    """The jobs, once all have succeeded. Those that are not to be kept end with their caller.
 
-    Raises ClientDisconnect, Unavailable at shutdown, NotFound where it was deleted.
+    Raises what `failure` says of the first that did not, ClientDisconnect, Unavailable at
+    shutdown, NotFound where one was deleted.
     """
-    record: JobRecord | None = accepted
+    records: list[JobRecord] = []
     try:
-        with services.waiters.register(accepted.id) as ended:
-            async with disconnected(request) as gone:
-                gone.add_done_callback(lambda _: ended.set())
-                while not gone.done():
-                    record = await find(services, accepted.tenant_id, accepted.id)
-                    if record is None:
-                        raise NotFound("the job was deleted meanwhile", code="job_not_found")
-                    if record.ended:
-                        return record
-                    if services.waiters.closing:
-                        raise Unavailable("the service is shutting down", code="shutting_down")
-                    await services.waiters.sleep(ended, services.settings.sync_s)
-                raise ClientDisconnect
+        async with disconnected(request) as gone:
+            for each in accepted:
+                record = await _ended(services, each, gone)
+                if record.output is None:
+                    raise failure(record)
+                records.append(record)
+            return records
     finally:
-        if not keep and record is not None and not record.ended:
-            let_go(services, record)
+        if not keep and len(records) < len(accepted):
+            let_go(services, accepted[len(records) :])
+
+
+async def _ended(services: Services, job: JobRecord, gone: "asyncio.Task[None]") -> JobRecord:
+    with services.waiters.register(job.id) as ended:
+        gone.add_done_callback(lambda _: ended.set())
+        while not gone.done():
+            record = await find(services, job.tenant_id, job.id)
+            if record is None:
+                raise NotFound("the job was deleted meanwhile", code="job_not_found")
+            if record.ended:
+                return record
+            if services.waiters.closing:
+                raise Unavailable("the service is shutting down", code="shutting_down")
+            await services.waiters.sleep(ended, services.settings.sync_s)
+    raise ClientDisconnect
 
 
 @contextlib.asynccontextmanager
@@ -144,10 +154,10 @@ async def disconnected(request: Request) -> AsyncIterator["asyncio.Task[None]"]:
         task.cancel()
 
 
-def let_go(services: Services, record: JobRecord) -> None:
-    """Cancel a job that nobody waits for any more, whatever becomes of the call that asked."""
+def let_go(services: Services, records: Sequence[JobRecord]) -> None:
+    """Cancel jobs that nobody waits for any more, whatever becomes of the call that asked."""
 
-    async def work() -> None:
+    async def work(record: JobRecord) -> None:
         for _ in range(LET_GO_TRIES):
             try:
                 await cancel(services, record.tenant_id, record.id)
@@ -157,7 +167,12 @@ def let_go(services: Services, record: JobRecord) -> None:
             else:
                 return
 
-    services.background(work())
+    async def work_off() -> None:
+        for record in records:
+            await work(record)
+
+    if records:
+        services.background(work_off())
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +195,7 @@ class _End(asyncio.Event):
         self._wakes.set()
 
 
-async def follow(services: Services, record: JobRecord) -> AsyncIterator[News]:
+async def follow(services: Services, record: JobRecord) -> AsyncGenerator[News]:
     """Every token's piece once and in order, and the row whenever it was looked at.
 
     Ends when the job has, and then its ended row comes last; or when the process shuts down. Of a
@@ -213,6 +228,35 @@ async def follow(services: Services, record: JobRecord) -> AsyncIterator[News]:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(look_at):
                     await wake.wait()
+
+
+async def follow_all(
+    services: Services, records: Sequence[JobRecord]
+) -> AsyncIterator[tuple[int, News]]:
+    """What `follow` says of each, as it comes, with the job's place among them."""
+    if len(records) == 1:
+        async for news in follow(services, records[0]):
+            yield 0, news
+        return
+    followed = [follow(services, record) for record in records]
+    coming = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(followed)}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place = coming.pop(task)
+                try:
+                    news = task.result()
+                except StopAsyncIteration:
+                    continue
+                coming[asyncio.ensure_future(anext(followed[place]))] = place
+                yield place, news
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        for each in followed:
+            await each.aclose()
 
 
 async def _look(

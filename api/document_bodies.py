@@ -99,7 +99,7 @@ def bodies(models: list[str]) -> dict[str, Schema]:
             | _refused(tables.CHAT_REFUSED) | _around(),
         ),
         "CompletionBody": record(
-            {"model": model, "prompt": _PROMPT},
+            {"model": model, "prompt": _PROMPTS},
             _options() | _BOTH | _HARMLESS | text | _neutral(tables.COMPLETIONS_NEUTRAL)
             | _around(),
         ),
@@ -155,7 +155,8 @@ _BODY_OF = {
 def _new_job(url: str, body: str) -> Schema:
     whole = _envelope()
     not_there = dict.fromkeys(("stream", "previous_response_id", NAMESPACE, *EXTENSIONS), False)
-    plain = {"properties": not_there | {"stream": {"enum": [False, None]}}}
+    one = {"prompt": _PROMPT} if url == openai.COMPLETIONS else {}
+    plain = {"properties": not_there | one | {"stream": {"enum": [False, None]}}}
     given = {"url": {"const": url}, "body": {"allOf": [ref(body), plain]}}
     return whole | {"title": url, "properties": whole["properties"] | given}
 
@@ -254,13 +255,9 @@ _MESSAGES = array(
     1,
     openai_messages.MAX_MESSAGES,
 )
-_PROMPT: Schema = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        _IDS | {"minItems": 1},
-        array({"anyOf": [{"type": "string", "minLength": 1}, _IDS | {"minItems": 1}]}, 1, 1),
-    ]
-}
+_ONE_PROMPT: list[Schema] = [{"type": "string", "minLength": 1}, _IDS | {"minItems": 1}]
+_PROMPT: Schema = {"anyOf": [*_ONE_PROMPT, array({"anyOf": _ONE_PROMPT}, 1, 1)]}  # a job's
+_PROMPTS: Schema = {"anyOf": [*_ONE_PROMPT, array({"anyOf": _ONE_PROMPT}, 1)]}
 _PARAMETERS: Schema = {"type": "object", "properties": {"type": {"const": "object"}}}
 _DESCRIPTION: Schema = {"type": "string", "maxLength": openai_tools.MAX_DESCRIPTION}
 _FUNCTION = record(

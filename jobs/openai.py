@@ -322,7 +322,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
         )
     if not value:
         raise BodyError("prompt", "prompt must have at least 1 token, got 0")
-    if any(isinstance(each, str | list) for each in value):
+    if all(isinstance(each, str | list) for each in value):
         raise BodyError("prompt", f"prompt must be one prompt a job, got {len(value)} of them")
     for i, token_id in enumerate(value):
         if type(token_id) is not int or token_id < 0:

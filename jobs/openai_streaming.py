@@ -60,26 +60,30 @@ class Chunks:
             for sample in range(num_samples):
                 yield self._chunk(sample, {"role": "assistant", "content": "", "refusal": None})
 
-    def of(self, run: Run) -> Iterator[dict[str, Any]]:
-        """What tokens say; nothing where they let out no text yet."""
+    def of(self, run: Run, first: int = 0) -> Iterator[dict[str, Any]]:
+        """What tokens say; nothing where they let out no text yet. `first` is the index of the
+        job's first sample, of a reply of several jobs."""
         said = _sum([whole(piece) for piece in run.pieces if piece])
         if said:
-            yield self._say(run.sample, said)
+            yield self._say(first + run.sample, said)
 
-    def end(self, output: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The rest of the whole response, why each sample ended, and what it cost."""
+    def end(self, output: Mapping[str, Any], first: int = 0) -> Iterator[dict[str, Any]]:
+        """The rest of a job's whole response, and why each sample ended."""
         for choice in output["choices"]:
-            sample = choice["index"]
-            rest = self._rest(choice)
+            index = first + choice["index"]
+            rest = self._rest(choice, index)
             if rest:
-                yield self._say(sample, rest)
+                yield self._say(index, rest)
             marker = {name: choice[name] for name in ("stop_reason",) if name in choice}
-            yield self._chunk(sample, {}, finish_reason=choice["finish_reason"], **marker)
+            yield self._chunk(index, {}, finish_reason=choice["finish_reason"], **marker)
+
+    def usage(self, output: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """What the whole response cost, where that was asked for."""
         if self._usage:
             yield self._frame | {"choices": [], "usage": output["usage"]}
 
-    def _say(self, sample: int, said: Piece) -> dict[str, Any]:
-        shown = self._shown.get(sample, _NOTHING)
+    def _say(self, index: int, said: Piece) -> dict[str, Any]:
+        shown = self._shown.get(index, _NOTHING)
         delta: dict[str, Any] = {}
         if said.reasoning:
             delta["reasoning_content"] = said.reasoning
@@ -87,15 +91,15 @@ class Chunks:
             delta["content"] = said.content
         if said.calls:
             delta["tool_calls"] = [
-                openai_tools.call_object(self._job_id, sample, index, *call) | {"index": index}
-                for index, call in enumerate(said.calls, start=shown.calls)
+                openai_tools.call_object(self._job_id, index, n, *call) | {"index": n}
+                for n, call in enumerate(said.calls, start=shown.calls)
             ]
-        self._shown[sample] = shown.after(said)
-        return self._chunk(sample, delta, logprobs=said.logprobs)
+        self._shown[index] = shown.after(said)
+        return self._chunk(index, delta, logprobs=said.logprobs)
 
-    def _rest(self, choice: Mapping[str, Any]) -> Piece:
+    def _rest(self, choice: Mapping[str, Any], index: int) -> Piece:
         """What the choice says beyond what was shown of it."""
-        shown = self._shown.get(choice["index"], _NOTHING)
+        shown = self._shown.get(index, _NOTHING)
         if not self._chat:
             return Piece(choice["text"][shown.content :])
         message = choice["message"]
@@ -111,7 +115,7 @@ class Chunks:
 
     def _chunk(
         self,
-        sample: int,
+        index: int,
         delta: dict[str, Any],
         *,
         logprobs: Any = None,
@@ -122,7 +126,7 @@ class Chunks:
             {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         )
         choice = {
-            "index": sample, **said, "logprobs": logprobs, "finish_reason": finish_reason, **marker,
+            "index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason, **marker,
         }  # fmt: skip
         return self._frame | {"choices": [choice]} | ({"usage": None} if self._usage else {})
 

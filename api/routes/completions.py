@@ -1,6 +1,10 @@
-"""POST /v1/chat/completions and /v1/completions: a job that somebody waits for, or streams."""
+"""POST /v1/chat/completions and /v1/completions: jobs that somebody waits for, or streams.
 
-from collections.abc import AsyncIterator
+A chat is one job. So is a text; a list of prompts is a job for each, accepted together, and the
+reply has all of their choices.
+"""
+
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +14,11 @@ from starlette.responses import Response
 from api import core, sse
 from api.calls import Call, call_of, read_body
 from api.door import Door
-from api.errors import ApiError, Unavailable, json_response
+from api.errors import ApiError, BadRequest, Unavailable, json_response
 from api.query import read_query
 from api.routing import Router
 from api.services import Services
-from jobs import openai
+from jobs import openai, openai_prompts
 from jobs.openai_streaming import Chunks
 from jobs.records import JobRecord
 from jobs.settings import Settings
@@ -38,55 +42,77 @@ async def _complete(url: str, request: Request, services: Services, tenant: str)
     key = core.idempotency_key(request)
     services.waiters.check_room()
     async with services.bodies.json_body(request) as raw:
-        call = await services.intake(
+        calls = await services.intake(
             raw, partial(_read, url, raw, services.door, services.settings)
         )
+    call, new_jobs = calls[0], [each.new_job for each in calls]
     # who gave a key may come back with it for the same job
     keep = call.body.get("store") is True or key is not None
     submitted = await core.accept(
-        services, [call.new_job], tenant=tenant, key=key, body_sha256=call.body_sha256, keep=keep
+        services, new_jobs, tenant=tenant, key=key, body_sha256=call.body_sha256, keep=keep
     )
-    record = submitted.records[0]
+    records = submitted.records
     headers = {"idempotent-replayed": "true"} if submitted.replayed else {}
     if call.streams:
-        return sse.response(_stream(services, record, call, keep=keep), headers)
-    record = await core.result(services, request, record, keep=keep)
-    if record.output is None:
-        raise core.failure(record)
-    return json_response(record.output, headers=headers)
+        return sse.response(_stream(services, records, call, keep=keep), headers)
+    ended = await core.results(services, request, records, keep=keep)
+    outputs = [record.output for record in ended if record.output is not None]
+    return json_response(openai_prompts.joined(outputs), headers=headers)
 
 
-def _read(url: str, raw: bytes, door: Door, settings: Settings) -> Call:
+def _read(url: str, raw: bytes, door: Door, settings: Settings) -> list[Call]:
     body, body_sha256 = read_body(raw, settings)
     stream = StreamMode.LIVE if body.get("stream") is True else None
-    return call_of(
-        url, body, body_sha256, door, settings,
+    make = partial(
+        call_of, url, body_sha256=body_sha256, door=door, settings=settings,
         stream=stream, waits=body.get("store") is not True,
     )  # fmt: skip
+    prompts = openai_prompts.several(body) if url == openai.COMPLETIONS else None
+    if prompts is None:
+        return [make(body=body)]
+    if len(prompts) > settings.max_jobs_per_call:
+        raise BadRequest(
+            f"prompt must have at most {settings.max_jobs_per_call} prompts, got {len(prompts)}",
+            param="prompt",
+        )
+    calls = []
+    for i, prompt in enumerate(prompts):
+        try:
+            calls.append(make(body=body | {"prompt": prompt}))
+        except BadRequest as error:
+            if error.param == "prompt":
+                error.message, error.param = f"prompt[{i}]: {error.message}", f"prompt[{i}]"
+            raise
+    return calls
 
 
 async def _stream(
-    services: Services, record: JobRecord, call: Call, *, keep: bool
+    services: Services, records: Sequence[JobRecord], call: Call, *, keep: bool
 ) -> AsyncIterator[bytes]:
-    chunks = _chunks(record, call)
+    latest, num_samples = list(records), call.body.get("n") or 1
+    chunks = _chunks(records[0], call)
     try:
-        yield _frames(chunks.begin(call.body.get("n") or 1))
-        async for news in core.follow(services, record):
-            record = news.record
-            said = [chunk for run in news.runs for chunk in chunks.of(run)]
-            if record.ended and record.output is not None:
-                yield _frames([*said, *chunks.end(record.output)]) + sse.DONE
-                return
-            if record.ended:
+        yield _frames(chunks.begin(num_samples))
+        async for place, news in core.follow_all(services, records):
+            record = latest[place] = news.record
+            first = place * num_samples
+            said = [chunk for run in news.runs for chunk in chunks.of(run, first)]
+            if record.ended and record.output is None:
                 yield _frames(said) + sse.error(core.failure(record))
                 return
+            if record.output is not None:
+                said += chunks.end(record.output, first)
             yield _frames(said) or sse.STILL_HERE
-        yield sse.error(Unavailable("the service is shutting down", code="shutting_down"))
+        outputs = [record.output for record in latest if record.output is not None]
+        if len(outputs) == len(latest):
+            yield _frames(chunks.usage(openai_prompts.joined(outputs))) + sse.DONE
+        else:
+            yield sse.error(Unavailable("the service is shutting down", code="shutting_down"))
     except ApiError as error:
         yield sse.error(error)
     finally:
-        if not keep and not record.ended:
-            core.let_go(services, record)
+        if not keep:
+            core.let_go(services, [record for record in latest if not record.ended])
 
 
 def _chunks(record: JobRecord, call: Call) -> Chunks:

@@ -66,9 +66,7 @@ async def create_response(request: Request, services: Services, tenant: str) -> 
     if call.streams:
         return sse.response(_stream(services, record, keep=keep), headers)
     if call.body.get("background") is not True:
-        record = await core.result(services, request, record, keep=keep)
-        if record.output is None:
-            raise core.failure(record)
+        [record] = await core.results(services, request, [record], keep=keep)
     return json_response(await _shown(services, record), headers=headers)
 
 
@@ -230,7 +228,7 @@ async def _stream(
         yield _error(events, error)
     finally:
         if not keep and not record.ended:
-            core.let_go(services, record)
+            core.let_go(services, [record])
 
 
 def _error(events: ResponseEvents, error: ApiError) -> bytes:

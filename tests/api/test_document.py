@@ -87,7 +87,7 @@ CHANGES = [
     ("ChatBody", {"surprise": None}, False),
     ("ChatBody", {"tokenmill": {"priority": 11}}, False),
     ("CompletionBody", {"prompt": [1, 2]}, True),
-    ("CompletionBody", {"prompt": ["a", "b"]}, False),
+    ("CompletionBody", {"prompt": ["a", []]}, False),
     ("CompletionBody", {"suffix": "x"}, False),
 ]
 
@@ -103,6 +103,12 @@ def test_a_body_fits_its_schema_where_it_is_accepted(conforms, sqlite_client):
             reply = sqlite_client.post("/v1/jobs", json=job | {"body": body})
             assert reply.status_code == (202 if fits else 400), reply.text
             assert conforms("NewJobs", job | {"body": body}) == fits, change
+
+
+def test_a_job_has_one_prompt_and_a_call_several(conforms):
+    several = completion(prompt=["a", [1, 2]])
+    assert conforms("CompletionBody", several["body"])
+    assert not conforms("NewJobs", several)
 
 
 def test_replies_have_their_schemas(conforms, sqlite_client, hands):

@@ -109,3 +109,57 @@ def test_a_conflict_is_not_repeated(base_url, client, model):
             with pytest.raises(openai.ConflictError):
                 patient.completions.create(**call, extra_headers=headers)
     assert len(asked) == 2
+
+
+PROMPTS = {
+    "texts": ["Once upon a time", "Never", "In the beginning"],
+    "token ids": [[5, 6, 7], [8, 9], [10]],
+}
+
+
+@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
+def test_several_prompts_have_their_texts_side_by_side(complete, prompts):
+    options = {"max_tokens": 5, "n": 2, "seed": 4}
+    reply = complete(prompt=prompts, **options)
+    alone = [complete(prompt=each, **options) for each in prompts]
+    assert [choice.index for choice in reply.choices] == list(range(6))
+    expected = [choice.text for each in alone for choice in each.choices]
+    assert [choice.text for choice in reply.choices] == expected
+    assert reply.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
+    assert reply.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+    assert reply.usage.total_tokens == sum(each.usage.total_tokens for each in alone)
+
+
+def test_several_prompts_are_streamed_together(complete):
+    options = {"prompt": PROMPTS["texts"], "max_tokens": 5, "n": 2, "seed": 4}
+    whole = complete(**options)
+    chunks = list(complete(stream=True, stream_options={"include_usage": True}, **options))
+    assert len({chunk.id for chunk in chunks}) == 1
+    texts, finished = dict.fromkeys(range(6), ""), []
+    for chunk in chunks[:-1]:
+        [choice] = chunk.choices
+        assert choice.index not in finished
+        texts[choice.index] += choice.text
+        finished += [choice.index] if choice.finish_reason else []
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+    assert sorted(finished) == list(range(6))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+BAD_PROMPTS = [
+    (["fine", ""], "prompt[1]"),
+    ([[1], [2, -1]], "prompt[1]"),
+    ([[1], []], "prompt[1]"),
+    ([1, "two"], "prompt"),
+    ([], "prompt"),
+    (["x"] * 100_000, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "param"), BAD_PROMPTS)
+def test_one_bad_prompt_among_several_is_named_and_none_runs(complete, prompts, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(prompt=prompts)
+    assert refused.value.param == param
