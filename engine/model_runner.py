@@ -152,9 +152,7 @@ class ModelRunner:
         config, shape = self._config, self._shape
         self.num_blocks = num_blocks
         self.kv_cache = KVCache(shape, self.num_blocks, self.device)
-        # several ranks take each other's steps as they are known: one after the other
-        alone = self._group.shard.size == 1
-        self.overlaps = config.overlap_steps and self.device.type == "cuda" and alone
+        self.overlaps = self._overlaps()
         self._graphs = self._captured()
         logger.info(
             "model %s loaded: device=%s ranks=%d kv_dtype=%s computed_by=%s num_blocks=%d "
@@ -250,6 +248,11 @@ class ModelRunner:
             kv_caches,
             batch.logit_rows,
         )
+
+    def _overlaps(self) -> bool:
+        # several ranks take each other's steps as they are known: one after the other
+        alone = self._group.shard.size == 1
+        return self._config.overlap_steps and self.device.type == "cuda" and alone
 
     def _captures(self) -> bool:
         # plain PyTorch's kernels read lengths back to the host, and transformers' code may

@@ -72,7 +72,6 @@ class Stepper:
         if before is not None and self._may_be_assumed(before):
             with assumed(before.live_plan()) as lost:
                 begun = self._begun(runner, before, now)
-            before.drop(lost)
             begun.drop(lost)
             take_in(*self._awaited(before))
         else:

@@ -1,16 +1,21 @@
 """Setting up a model on a device, and a step from plan to tokens."""
 
+import copy
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
+from engine.kernels.registry import REFERENCE
+from engine.model_runner import ModelRunner, device_of
 from engine.sampler import NumericalError, SampledRow, sample
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.shards import Shard
 from engine.step_plan import ScheduledSequence, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,6 +83,53 @@ def test_settings_that_cannot_be_met_are_named(tiny_llama_dir, settings, message
 def test_a_device_that_is_not_there_is_named(tiny_llama_dir):
     with pytest.raises(ValueError, match="cuda:0"):
         build(tiny_llama_dir, device="cuda:0")
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ranks = {count: EngineConfig(model="m", tensor_parallel=count) for count in (1, 2, 3)}
+    with pytest.raises(ValueError, match="tensor_parallel is 3, but there are 2 CUDA devices"):
+        device_of(ranks[3], 0)
+    assert [device_of(ranks[2], rank) for rank in range(2)] == [
+        torch.device("cuda:0"), torch.device("cuda:1"),
+    ]  # fmt: skip
+    assert device_of(ranks[1], 0) == torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def plain_runner(tiny_llama_dir):
+    """Whose model is computed by kernels that could stand for a GPU's."""
+    return build(tiny_llama_dir, kernels="reference")
+
+
+@pytest.mark.parametrize(
+    ("changed", "overlaps", "captures"),
+    [
+        ({}, True, True),
+        ({"num_ranks": 2}, False, False),
+        ({"device": "cpu"}, False, True),  # of which `_captured` makes nothing
+        ({"kernels": REFERENCE}, True, False),  # they read lengths back to the host
+        ({"model": object()}, True, False),  # as transformers' code may
+        ({"overlap_steps": False}, False, True),
+        ({"cuda_graphs": False}, True, False),
+    ],
+    ids=lambda value: ", ".join(value) or "a GPU" if isinstance(value, dict) else None,
+)
+def test_steps_overlap_and_are_captured_where_they_can_be_and_are_to(
+    plain_runner, changed, overlaps, captures
+):
+    asked = {name: changed.get(name, True) for name in ("overlap_steps", "cuda_graphs")}
+    runner = copy.copy(plain_runner)
+    runner._config = EngineConfig(model="m", max_num_seqs=4, **asked)
+    runner.device = torch.device(changed.get("device", "cuda"))
+    runner._group = SimpleNamespace(shard=Shard(0, changed.get("num_ranks", 1)))
+    runner._kernels = changed.get("kernels") or replace(REFERENCE)
+    runner._model = changed.get("model", runner._model)
+    assert runner._overlaps() is overlaps
+    assert bool(runner._shapes()) is captures
+    if runner.device.type == "cpu":
+        assert runner._captured() is None
 
 
 def test_max_model_len_may_be_less_than_the_models(tiny_llama_dir):

@@ -221,6 +221,22 @@ def test_every_row_among_all_others_is_as_it_is_alone(
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "options",
+    [{"presence_penalty": 2.0}, {"frequency_penalty": -2.0}, {"repetition_penalty": 2.0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_penalty_counts_the_token_before(model, launched, monkeypatch, options):
+    prompts = [[9, 30], [9, 31]]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0, **options)
+    found = model.engine().generate(prompts, params)
+    assert launched[True, "Undrawn"] > 20
+    monkeypatch.setattr(model.runner, "overlaps", False)
+    wanted = model.engine().generate(prompts, params)
+    assert [f.completions for f in found] == [w.completions for w in wanted]
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_row_that_can_draw_nothing_is_told_why_and_alone(model, launched, monkeypatch):
     """One step late its place in the next step holds no token: what is there must harm nobody."""
     forward = model.runner._model.forward

@@ -1,15 +1,24 @@
 """Ranks share a model without gap or overlap, and a step's input reaches them whole."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config import EngineConfig
+from engine.kernels.registry import REFERENCE
+from engine.models.model import load_model
+from engine.models.packing import packing_of
 from engine.models.settings import DecoderSettings
 from engine.shards import Shard, size
 from engine.step_batch import Stretch, flat_arrays
 from engine.step_message import FIELDS, decode_step, encode_step
-from engine.weights import UnsupportedModelError
+from engine.weights import Checkpoint, UnsupportedModelError
+from tests.engine.models.families import write
+from tests.engine.models.quantized_checkpoints import write_quantized
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,6 +68,42 @@ def test_a_model_that_cannot_be_shared_is_refused_with_the_number(config, num_ra
     settings.check_split(1)
     with pytest.raises(UnsupportedModelError, match=message):
         settings.check_split(num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("write_model", "message"),
+    [
+        (
+            lambda folder: write_quantized(folder, 0, method="gptq")[0],
+            "tensor_parallel is 2, but weights stored in few bits are not cut",
+        ),
+        (
+            lambda folder: write("gpt2", folder) and folder,
+            "tensor_parallel is 2, but transformers computes this model, whole: .*GPT2LMHeadModel",
+        ),
+    ],
+    ids=["few bits", "transformers"],
+)
+def test_what_is_not_cut_is_refused_by_name(tmp_path, write_model, message):
+    with Checkpoint(write_model(tmp_path)) as checkpoint:
+        options = {"dtype": torch.float32, "device": torch.device("cpu"), "kernels": REFERENCE}
+        load_model(checkpoint, **options)
+        ranks = SimpleNamespace(shard=Shard(1, 2))
+        with pytest.raises(UnsupportedModelError, match=message):
+            load_model(checkpoint, **options, group=ranks)
+
+
+def test_compiled_kernels_compute_no_part_of_a_model(tiny_llama_dir):
+    cpu = torch.device("cpu")
+    with Checkpoint(tiny_llama_dir) as checkpoint:
+        alone, shared = (
+            packing_of(
+                EngineConfig(model="m", tensor_parallel=count), cpu, checkpoint, torch.float32
+            )
+            for count in (1, 2)
+        )
+    assert alone is not None
+    assert shared is None
 
 
 @given(
