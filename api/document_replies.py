@@ -301,6 +301,7 @@ REPLIES: dict[str, Schema] = {
         max_error_rate=_or_null({"type": "number"}),
         stop_reason=_or_null({"enum": [str(reason) for reason in StopReason]}),
         progress=_or_null(_OBJECT),
+        dedupe=BOOLEAN,
     ),
     "BatchPage": _page(ref("Batch")),
     "Rows": _list(

@@ -42,7 +42,7 @@ def planned(prompts: list[list[int]], max_tokens: int) -> list[int]:
     with closing(Plan()) as plan:
         for number, prompt in enumerate(prompts):
             plan.add(number, 0, URL, max_tokens, json.dumps(prompt).encode())
-        return [number for number, _ in plan.rows()]
+        return [each.number for each in plan.rows()]
 
 
 def main() -> None:

@@ -56,6 +56,10 @@ class Progressed:
 @click.option("--model", help="What to serve here: NAME or NAME=FOLDER; by default the rows' own.")
 @click.option("--data-dir", help="Folder of the service run here (TOKENMILL_DATA_DIR; .tokenmill).")
 @click.option("--priority", type=click.IntRange(-10, 10), help="Of the rows; -5 by default.")
+@click.option(
+    "--dedupe", is_flag=True,
+    help="Rows with the same body, greedy or of one seed, are generated once.",
+)  # fmt: skip
 def run_batch(
     source: Path,
     output: Path,
@@ -63,6 +67,7 @@ def run_batch(
     model: str | None,
     data_dir: str | None,
     priority: int | None,
+    dedupe: bool,
 ) -> None:
     """Answer a file of requests. The same command again goes on where it stopped.
 
@@ -83,7 +88,8 @@ def run_batch(
             key = Settings.from_env(environment()).api_key
             with BatchClient(address, key=key) as client:
                 work = _Work(client, console, source, output, place, state)
-                batch = work.run(endpoint, {} if priority is None else {"priority": priority})
+                fields: dict[str, Any] = {} if priority is None else {"priority": priority}
+                batch = work.run(endpoint, fields | ({"dedupe": True} if dedupe else {}))
     except (ClientError, StartError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
@@ -153,7 +159,7 @@ class _Work:
                 ended = batch["status"] in ENDED
                 lines, more = self._client.results(batch["id"], num_rows)
                 for line in lines:
-                    for name in ("row", "attempt", "timings"):  # ours alone
+                    for name in ("row", "attempt", "timings", "saved_tokens"):  # ours alone
                         line.pop(name, None)
                     text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
                     part.write(text.encode(errors="surrogatepass") + b"\n")
@@ -233,10 +239,10 @@ def _tell(console: Console, batch: Batch, output: Path) -> None:
             text = f"{where}{error['message']} ({error['code']})"
             console.print(text, markup=False, soft_wrap=True)
         raise click.ClickException("the input is no batch; nothing was run")
-    console.print(
-        f"{output}: {counts['completed']} rows answered, {counts['failed']} failed",
-        markup=False,
-        soft_wrap=True,
-    )
+    text = f"{output}: {counts['completed']} rows answered, {counts['failed']} failed"
+    saved = (batch["progress"] or {}).get("saved", {"rows": 0})
+    if saved["rows"]:
+        text += f", {saved['rows']} took the result of another: {saved['tokens']} tokens saved"
+    console.print(text, markup=False, soft_wrap=True)
     if batch["status"] != "completed":
         raise click.ClickException(f"the batch was {batch['status']} before all rows were done")

@@ -8,7 +8,7 @@ in theirs in that time.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Connection, case, func, select
@@ -33,6 +33,12 @@ class RowsIn:
     completion_tokens: int = 0
     limits: int = 0  # what those with a limit may generate at most
     num_limited: int = 0
+    num_copies: int = 0  # of them: took another's result, and cost nothing
+    saved_tokens: int = 0  # so many tokens of others
+
+    @property
+    def num_run(self) -> int:
+        return self.num - self.num_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,28 @@ def rows_in(connection: Connection, batch_id: str, *, tenant: str) -> dict[JobSt
     }
 
 
+def with_copies(
+    connection: Connection, batch: BatchRecord, rows: Mapping[JobState, RowsIn]
+) -> dict[JobState, RowsIn]:
+    """Beside them how many are copies; by an index alone."""
+    query = (
+        select(jobs.c.state, func.count(), func.sum(jobs.c.saved_tokens))
+        .where(
+            jobs.c.batch_id == batch.id,
+            jobs.c.tenant_id == batch.tenant_id,
+            jobs.c.saved_tokens.is_not(None),
+        )
+        .group_by(jobs.c.state)
+    )
+    found = {state: (num, int(saved)) for state, num, saved in connection.execute(query)}
+    return {
+        state: replace(some, num_copies=found[state][0], saved_tokens=found[state][1])
+        if state in found
+        else some
+        for state, some in rows.items()
+    }
+
+
 def failures(connection: Connection, batch_id: str, *, tenant: str) -> dict[str, int]:
     """How many rows failed with each code."""
     kinds = [
@@ -104,6 +132,8 @@ def progress(connection: Connection, batch: BatchRecord, *, now: float) -> Progr
     """Of a batch that has not been closed."""
     tenant = batch.tenant_id
     rows = rows_in(connection, batch.id, tenant=tenant) if batch.num_inserted else {}
+    if batch.dedupe:
+        rows = with_copies(connection, batch, rows)
     found = Progress(rows=rows)
     if found.num(JobState.FAILED):
         found = Progress(rows=rows, failures=failures(connection, batch.id, tenant=tenant))
@@ -159,25 +189,27 @@ def estimate(
         return None
     done = rows.get(JobState.SUCCEEDED, RowsIn())
     failed = rows.get(JobState.FAILED, RowsIn())
-    if done.num < MIN_ENDED or elapsed_s <= 0:
+    if done.num_run < MIN_ENDED or elapsed_s <= 0:
         return None
-    mean = done.completion_tokens / done.num
+    mean = done.completion_tokens / done.num_run
     share = done.completion_tokens / done.limits if done.limits else 1.0
 
     def cost(some: RowsIn) -> float:
-        return some.num + share * some.limits + mean * (some.num - some.num_limited)
+        return some.num_run + share * some.limits + mean * (some.num_run - some.num_limited)
 
     running, queued = rows.get(JobState.RUNNING, RowsIn()), rows.get(JobState.QUEUED, RowsIn())
-    spent = float(done.num + done.completion_tokens + failed.num)
+    spent = float(done.num_run + done.completion_tokens + failed.num_run)
     under_way, seats_s = 0.0, elapsed_s * min(seats, running.num)
     if 0 < running_s < seats_s:
         under_way = min(spent * running_s / (seats_s - running_s), cost(running))
     spent += under_way
-    not_there = batch.num_rows - sum(each.num for each in rows.values())
-    average = (cost(running) + cost(queued) + cost(done)) / (running.num + queued.num + done.num)
+    num_run = sum(each.num_run for each in rows.values())
+    not_there = max(0, batch.num_rows - batch.num_same - num_run)
+    num_seen = running.num + queued.num + done.num_run
+    average = (cost(running) + cost(queued) + cost(done)) / num_seen
     left = cost(running) + cost(queued) + not_there * average - under_way
     eta_s = left * elapsed_s / spent
-    off = SURE + SPREAD / math.sqrt(done.num)
+    off = SURE + SPREAD / math.sqrt(done.num_run)
     return Eta(eta_s, eta_s * max(0.0, 1 - off), eta_s * (1 + off))
 
 
@@ -204,6 +236,10 @@ def progress_object(batch: BatchRecord, found: Progress) -> dict[str, Any]:
             **{str(state): found.num(state) for state in states},
         },
         "tokens": found.tokens,
+        "saved": {
+            "rows": sum(each.num_copies for each in found.rows.values()),
+            "tokens": sum(each.saved_tokens for each in found.rows.values()),
+        },
         "failures": dict(found.failures),
         "elapsed_s": _rounded(found.elapsed_s),
         "tokens_per_s": _rounded(found.tokens_per_s),

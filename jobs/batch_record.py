@@ -40,7 +40,6 @@ class BatchRecord:
     errors: list[dict[str, Any]] | None = None
     num_rows: int = 0
     num_inserted: int = 0
-    input_offset: int = 0
     num_completed: int = 0
     num_failed: int = 0
     usage: dict[str, int] | None = None
@@ -58,3 +57,5 @@ class BatchRecord:
     max_error_rate: float | None = None
     stop_reason: str | None = None  # a StopReason
     progress: dict[str, Any] | None = None  # see jobs.batch_progress
+    dedupe: bool = False  # identical rows are run once
+    num_same: int = 0  # rows like an earlier one; known when the file has been read

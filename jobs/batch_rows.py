@@ -16,8 +16,19 @@ from jobs.rows import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What a row like it has come to, for one that need not be run."""
+
+    state: JobState
+    output: str | None  # JSON
+    error: str | None  # JSON
+    finish_reason: str | None
+    saved_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """What a line of the file becomes: a queued job, or one that has failed."""
+    """What a line of the file becomes: a queued job, or one that has ended."""
 
     id: str
     custom_id: str
@@ -26,6 +37,7 @@ class BatchRow:
     max_tokens: int
     error: Mapping[str, Any] | None = None  # what the endpoint says of its body
     stored: bool = False  # its body says so
+    shared: Shared | None = None
 
 
 def insert_rows(
@@ -48,9 +60,16 @@ def insert_rows(
         connection.exec_driver_sql(_INSERT, list(values))
 
 
+def know_size(connection: Connection) -> None:
+    """Have PostgreSQL count again what it plans by. It believes in no more rows than at the last
+    count, and would sort all of a new batch for each page that is read of it."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("ANALYZE jobs")
+
+
 # of each row, and then of all rows alike
 _OWN = ("id", "custom_id", "row_number", "body", "max_tokens", "stored", "created_at")
-_ENDS = ("state", "error", "finish_reason", "finished_at")
+_ENDS = ("state", "error", "finish_reason", "finished_at", "output", "saved_tokens")
 _COMMON = (
     "batch_id",
     "tenant_id",
@@ -75,15 +94,20 @@ def _values(
         *(batch.id, batch.tenant_id, batch.endpoint, batch.model, batch.priority, max_attempts),
         *(" ".join(map(str, RETRIED)), "{}", *(0 for _ in _ZERO)),
     )
-    as_others: tuple[Any, ...] = (str(JobState.QUEUED), None, None, None)
+    as_others: tuple[Any, ...] = (str(JobState.QUEUED), None, None, None, None, None)
     if batch.ending in ENDING:  # never to be run, but each input has its line
         state = ENDING[BatchState(batch.ending)]
         ended = ended_as(state, batch)
-        as_others = (str(state), ended.get("error"), ended["finish_reason"], now)
+        as_others = (str(state), ended.get("error"), ended["finish_reason"], now, None, None)
     for i, row in enumerate(rows):
         ends = as_others
         if row.error is not None:
-            ends = (str(JobState.FAILED), encode(row.error), "error", now)
+            ends = (str(JobState.FAILED), encode(row.error), "error", now, None, None)
+        elif (same := row.shared) is not None:
+            ends = (
+                *(str(same.state), same.error, same.finish_reason, now),
+                *(same.output, same.saved_tokens),
+            )
         yield (
             *(row.id, row.custom_id, row.row_number, row.body, row.max_tokens),
             *(1 if row.stored else None, now + i * 1e-6),

@@ -111,6 +111,7 @@ def batch_object(batch: BatchRecord) -> dict[str, Any]:
         "max_error_rate": batch.max_error_rate,
         "stop_reason": batch.stop_reason,
         "progress": batch.progress,
+        "dedupe": batch.dedupe,
     }
 
 

@@ -72,7 +72,8 @@ def create(connection: Connection, record: BatchRecord) -> None:
     values = {name: getattr(record, name) for name in _NAMES}
     for name in _JSON:
         values[name] = None if values[name] is None else encode(values[name])
-    connection.execute(insert(batches).values(values | {"state": str(record.state)}))
+    values |= {"state": str(record.state), "dedupe": int(record.dedupe)}
+    connection.execute(insert(batches).values(values))
 
 
 def get(connection: Connection, batch_id: str, *, tenant: str, now: float) -> BatchRecord:
@@ -375,7 +376,8 @@ def _record(row: Any) -> BatchRecord:
     values = dict(row._mapping)
     for name in _JSON:
         values[name] = decode(values[name])
-    return BatchRecord(**{**values, "state": BatchState(values["state"])})
+    values |= {"state": BatchState(values["state"]), "dedupe": bool(values["dedupe"])}
+    return BatchRecord(**values)
 
 
 def _counted(connection: Connection, batch: BatchRecord, now: float) -> BatchRecord:

@@ -83,6 +83,8 @@ class Job(Base):
     stored: Mapped[int | None]  # 1: its body says `store`, so a chat is listed; else null
     # the API process whose caller waits for it, with whom it ends; null: it is not to end so
     waiter_id: Mapped[str | None] = mapped_column(String(64))
+    # of a row that took the result of one like it: the tokens of that one; else null
+    saved_tokens: Mapped[int | None]
 
 
 class Attempt(Base):
@@ -269,7 +271,6 @@ class Batch(Base):
     errors: Mapped[str | None]  # JSON: what is wrong with the file
     num_rows: Mapped[int]  # known when the file has been read
     num_inserted: Mapped[int]  # rows that are jobs by now
-    input_offset: Mapped[int]  # of earlier versions: rows came as in the file
     num_completed: Mapped[int]  # when it has ended
     num_failed: Mapped[int]
     usage: Mapped[str | None]  # JSON, when it has ended
@@ -289,6 +290,8 @@ class Batch(Base):
     stop_reason: Mapped[str | None] = mapped_column(String(16))  # the limit it ran into
     progress: Mapped[str | None]  # JSON, when it has ended; until then it is counted when asked
     paused_s: Mapped[float] = mapped_column(server_default="0")  # before paused_at
+    dedupe: Mapped[int] = mapped_column(server_default="0")  # 1: identical rows are run once
+    num_same: Mapped[int] = mapped_column(server_default="0")  # rows like an earlier one, then
 
 
 def _table(model: type[Base]) -> Table:
@@ -378,6 +381,11 @@ _partial(
 )  # fmt: skip
 _partial("jobs_waited_for", jobs.c.waiter_id, where="waiter_id IS NOT NULL AND finished_at IS NULL")
 _partial("jobs_stored", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id, where="stored IS NOT NULL")
+_partial(
+    "jobs_copies",
+    *(jobs.c[name] for name in ("batch_id", "tenant_id", "state", "saved_tokens")),
+    where="saved_tokens IS NOT NULL",
+)
 # how a batch's rows are: counted, and looked for
 _partial(
     "jobs_rows_in",

@@ -169,6 +169,7 @@ class JobRecord:
     wasted_tokens: int = 0
     row_number: int | None = None
     waiter_id: str | None = None  # the API process whose caller it ends with
+    saved_tokens: int | None = None  # of the row whose result this one took
 
     @classmethod
     def of(cls, row: Row[Any]) -> Self:

@@ -13,13 +13,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import takewhile
 from typing import BinaryIO, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from jobs import batch_progress, batch_rows, batches, quotas, store
 from jobs.batch_record import BatchRecord, BatchState
@@ -31,6 +32,7 @@ from jobs.file_store import FileStore
 from jobs.lines import read_lines
 from jobs.settings import Settings
 from worker.batch_closer import close
+from worker.batch_copies import COPIES, copied, earlier
 from worker.batch_plan import Plan
 from worker.batch_reader import Reading, add_to, line_at, row_of
 from worker.file_sweeper import FileSweeper
@@ -41,7 +43,9 @@ MAX_BATCHES = 256  # that one keeper has at once
 LINES = 2000  # read in one turn
 ROWS = 1000  # inserted in one transaction
 STOP_S = 5.0
+COUNTED_FROM = 10_000  # rows of a batch; then at each doubling the database counts its table
 LIMITS_EVERY_S = 1.0  # is counted whether a batch has reached one
+LIMITS_SHARE = 10  # and no sooner than this many times what the counting took
 AGAIN_S = 5.0  # after a round that failed
 
 logger = logging.getLogger(__name__)
@@ -150,6 +154,8 @@ class BatchKeeper:
 
     def _rest(self, batch_id: str) -> None:
         del self._works[batch_id]
+        if (plan := self._plans.pop(batch_id, None)) is not None:
+            plan.close()
         self._resting[batch_id] = time.monotonic() + AGAIN_S
 
     def write(self, statement: Callable[[Connection, float], R]) -> R:
@@ -169,12 +175,7 @@ class BatchKeeper:
 
     def _work(self, batch: BatchRecord) -> Iterator[None]:
         """What the batch needs now, turn by turn; nothing where its rows are still to be run."""
-        states = (BatchState.VALIDATING, BatchState.IN_PROGRESS)
-        if batch.state in states and self._now >= batch.expires_at:
-            self._move(
-                lambda connection, now: batches.expire(connection, batch, self.name, now=now)
-            )
-        elif batch.state == BatchState.VALIDATING:
+        if batch.state == BatchState.VALIDATING:
             yield from self._validate(batch)
         elif batch.num_inserted < batch.num_rows:
             yield from self._insert(batch)
@@ -198,6 +199,8 @@ class BatchKeeper:
             reading = Reading(file, batch, self.settings, self._new_plan())
             unless_kept.callback(reading.plan.close)
             while reading.step(LINES):
+                if self._is_over(batch):
+                    return
                 self._keep(batch)
                 yield
             self._move(lambda connection, now: self._validated(connection, now, batch, reading))
@@ -223,6 +226,7 @@ class BatchKeeper:
         values = {
             "state": BatchState.IN_PROGRESS, "ending": BatchState.COMPLETED,
             "in_progress_at": now, "num_rows": reading.num_rows, "model": reading.model,
+            "num_same": reading.plan.num_same,
         }  # fmt: skip
         batches.keep(connection, batch, self.name, now=now, values=values)
 
@@ -230,27 +234,51 @@ class BatchKeeper:
         opened = self._open(batch)
         if opened is None:
             return
-        plan = self._plans.pop(batch.id, None)
-        with opened as file, closing(plan or self._new_plan()) as plan:
-            if not plan.num_rows:  # another keeper's was lost with it
-                for number, line in enumerate(read_lines(file, self.settings.max_job_bytes)):
-                    add_to(plan, batch.endpoint, number, line)
-                    if number % LINES == LINES - 1:
-                        self._keep(batch)
-                        yield
+        with opened as file:
+            if batch.id not in self._plans:  # another keeper's was lost with it
+                yield from self._plan_again(file, batch)
+            plan = self._plans[batch.id]
             assert plan.num_rows == batch.num_rows, f"the file of {batch.id} is another by now"
-            order = plan.rows(first=batch.num_inserted)
             while batch.num_inserted < batch.num_rows:
-                rows = [self._row(file, batch, *place) for place in islice(order, ROWS)]
-                batch = self.write(partial(self._insert_some, batch, rows))
+                if self._is_over(batch):
+                    return
+                rows = self._next_rows(file, batch, plan)
+                if not rows:
+                    return  # they wait for the results of others
+                further = self.write(partial(self._insert_some, batch, rows))
+                self._count(batch.num_inserted, further.num_inserted)
+                batch = further
                 yield
+        self._plans.pop(batch.id).close()
         self._moved = True
+
+    def _plan_again(self, file: BinaryIO, batch: BatchRecord) -> Iterator[None]:
+        with ExitStack() as unless_kept:
+            plan = self._new_plan()
+            unless_kept.callback(plan.close)
+            for number, line in enumerate(read_lines(file, self.settings.max_job_bytes)):
+                add_to(plan, batch, number, line)
+                if number % LINES == LINES - 1:
+                    self._keep(batch)
+                    yield
+            unless_kept.pop_all()
+            self._plans[batch.id] = plan
 
     def _new_plan(self) -> Plan:
         return Plan(planned=self.settings.batch_order == "planned")
 
-    def _row(self, file: BinaryIO, batch: BatchRecord, number: int, start: int) -> BatchRow:
-        return row_of(batch.endpoint, line_at(file, self.settings.max_job_bytes, start), number)
+    def _next_rows(self, file: BinaryIO, batch: BatchRecord, plan: Plan) -> list[BatchRow]:
+        max_bytes = self.settings.max_job_bytes
+        places = plan.take(batch.num_inserted, ROWS)
+        rows = [
+            row_of(batch.endpoint, line_at(file, max_bytes, each.start), each.number)
+            for each in takewhile(lambda each: each.previous is None, places)
+        ]
+        if not rows:
+            copies = places[:COPIES]
+            found = self.read(lambda connection, now: earlier(connection, batch, copies))
+            rows = copied(file, batch, copies, found, max_bytes=max_bytes)
+        return rows
 
     def _insert_some(
         self, batch: BatchRecord, rows: list[BatchRow], connection: Connection, now: float
@@ -263,10 +291,19 @@ class BatchKeeper:
         )
         return further
 
+    def _count(self, before: int, num_inserted: int) -> None:
+        before, after = before // COUNTED_FROM, num_inserted // COUNTED_FROM
+        if before.bit_length() == after.bit_length():
+            return
+        try:
+            self.write(lambda connection, now: batch_rows.know_size(connection))
+        except DBAPIError as error:  # rows are in all the same, and it counts by itself, too
+            logger.info("jobs not counted: %s", trouble(error))
+
     def _finalize(self, batch: BatchRecord) -> None:
         """Once the last row has ended, or a limit is reached."""
         if self.read(lambda connection, now: batches.num_open(connection, batch)):
-            self._limit(batch)
+            self._is_over(batch)
             return
 
         def write(connection: Connection, now: float) -> None:
@@ -275,20 +312,33 @@ class BatchKeeper:
 
         self._move(write)
 
-    def _limit(self, batch: BatchRecord) -> None:
+    def _is_over(self, batch: BatchRecord) -> bool:
+        """Whether it has come to one of its limits just now; then it is on its way to its end."""
+        if batch.state not in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
+            return False
+        if self._now >= batch.expires_at:
+            self._move(
+                lambda connection, now: batches.expire(connection, batch, self.name, now=now)
+            )
+            return True
         if batch.token_budget is None and batch.max_error_rate is None:
-            return
-        if time.monotonic() < self._look_at.get(batch.id, 0.0):
-            return
-        self._look_at[batch.id] = time.monotonic() + LIMITS_EVERY_S
+            return False
+        began = time.monotonic()
+        if began < self._look_at.get(batch.id, 0.0):
+            return False
         found = self.read(
             lambda connection, now: batch_progress.progress(connection, batch, now=now)
         )
-        if (reason := batch_progress.limit_reached(batch, found)) is not None:
-            self._move(
-                lambda connection, now: batches.stop(connection, batch, self.name, reason, now=now)
-            )
-            logger.info("batch %s stopped: %s", batch.id, reason)
+        took_s = time.monotonic() - began
+        self._look_at[batch.id] = began + max(LIMITS_EVERY_S, LIMITS_SHARE * took_s)
+        reason = batch_progress.limit_reached(batch, found)
+        if reason is None:
+            return False
+        self._move(
+            lambda connection, now: batches.stop(connection, batch, self.name, reason, now=now)
+        )
+        logger.info("batch %s stopped: %s", batch.id, reason)
+        return True
 
     def _end_rows(self, batch: BatchRecord) -> Iterator[None]:
         while True:

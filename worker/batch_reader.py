@@ -113,7 +113,7 @@ class Reading:
             fault = self._fault_in(request)
             digest = _digest(request.custom_id)
             self._digests[digest & 255].append(digest)
-            _add(self.plan, self._batch.endpoint, self.num_rows - 1, line, request)
+            _add(self.plan, self._batch, self.num_rows - 1, line, request)
         if fault is not None:
             self._refuse(*fault[:2], line.number, fault[2])
 
@@ -210,15 +210,30 @@ def _fault_of(data: bytes) -> tuple[str, str, str | None]:
     return "invalid_body", "body.model must be a string", "body.model"
 
 
-def add_to(plan: Plan, endpoint: str, row_number: int, line: Line) -> None:
+def add_to(plan: Plan, batch: BatchRecord, row_number: int, line: Line) -> None:
     """A line that was found to be a request before."""
     assert line.data is not None
-    _add(plan, endpoint, row_number, line, _decode(line.data))
+    _add(plan, batch, row_number, line, _decode(line.data))
 
 
-def _add(plan: Plan, endpoint: str, row_number: int, line: Line, request: _Request) -> None:
-    body = request.body
-    plan.add(row_number, line.start, endpoint, body.longest, *body.texts)
+def _add(plan: Plan, batch: BatchRecord, row_number: int, line: Line, request: _Request) -> None:
+    body, same = request.body, None
+    if batch.dedupe:
+        assert line.data is not None
+        same = sameness(line.data)
+    plan.add(row_number, line.start, batch.endpoint, body.longest, *body.texts, same=same)
+
+
+def sameness(data: bytes) -> bytes | None:
+    """Equal for lines whose bodies are, however they are written. None for one that may be answered
+    in another way each time: it draws, and names no seed."""
+    body = msgspec.json.decode(_parts(data).body)
+    seed = body.get("seed")
+    if body.get("temperature") == 0:
+        body.pop("seed", None)  # nothing is drawn
+    elif not isinstance(seed, int) or isinstance(seed, bool):
+        return None
+    return hashlib.blake2b(msgspec.json.encode(body, order="sorted"), digest_size=16).digest()
 
 
 def line_at(file: BinaryIO, max_bytes: int, start: int) -> Line:

@@ -60,7 +60,10 @@ def _page(batch: BatchRecord, records: list[JobRecord], after: int, skips: bool)
             break
         assert record.row_number is not None
         last_row = record.row_number
-        told = {"row": last_row, "attempt": record.attempt, "timings": record.timings}
+        told = {
+            "row": last_row, "attempt": record.attempt, "timings": record.timings,
+            "saved_tokens": record.saved_tokens,
+        }  # fmt: skip
         data.append(told | line(record))
     return {
         "object": "list",
@@ -155,6 +158,7 @@ async def _begin(services: Services, batch: BatchRecord, incoming: Incoming) -> 
             metadata=batch.metadata,
             priority=batch.priority,
             output_ttl_s=batch.output_ttl_s,
+            dedupe=batch.dedupe,
             state=BatchState.VALIDATING,
             created_at=now,
             expires_at=now + batches.WINDOW_S,

@@ -56,6 +56,7 @@ class NewBatch(Fields):
     deadline_s: Annotated[int, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
     token_budget: Annotated[int, Field(ge=1, le=2**53)] | None = None
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
+    dedupe: bool = False
 
 
 @router.post("/v1/batches")
@@ -148,6 +149,7 @@ def _record(new: NewBatch, batch_id: str, tenant: str, now: float) -> BatchRecor
         expires_at=now + (new.deadline_s or batches.WINDOW_S),
         token_budget=new.token_budget,
         max_error_rate=new.max_error_rate,
+        dedupe=new.dedupe,
     )
 
 

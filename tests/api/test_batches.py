@@ -149,18 +149,21 @@ def test_another_tenants_batch_is_not_there(door):  # noqa: F811
 
 def test_limits_and_progress_stand_in_the_batch(shop):
     client, _, turn = shop
-    batch_id = create(client, 4, token_budget=1000, max_error_rate=0.25, deadline_s=60)
+    limits = {"token_budget": 1000, "max_error_rate": 0.25, "deadline_s": 60}
+    batch_id = create(client, 4, dedupe=True, **limits)
     turn()
     batch = client.get(f"/v1/batches/{batch_id}").json()
     assert batch["expires_at"] - batch["created_at"] == 60
     assert (batch["token_budget"], batch["max_error_rate"]) == (1000, 0.25)
     assert batch["stop_reason"] is None
+    assert batch["dedupe"] is True
     progress = batch["progress"]
     assert progress["rows"] == {
         "total": 4, "waiting": 0, "queued": 4,
         **dict.fromkeys(("running", "succeeded", "failed", "cancelled", "expired"), 0),
     }  # fmt: skip
     assert progress["failures"] == {}
+    assert progress["saved"] == {"rows": 0, "tokens": 0}
     [listed] = client.get("/v1/batches").json()["data"]
     assert listed["progress"]["rows"] == progress["rows"]
 

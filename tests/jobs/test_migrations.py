@@ -45,7 +45,8 @@ def definitions(connection: Connection) -> dict[str, str]:
         query = """
             SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'
             UNION ALL
-            SELECT table_name || '.' || column_name, concat_ws(' ', ordinal_position, data_type,
+            SELECT table_name || '.' || column_name, concat_ws(' ', row_number() OVER
+                   (PARTITION BY table_name ORDER BY ordinal_position), data_type,
                    character_maximum_length, is_nullable, generation_expression)
             FROM information_schema.columns WHERE table_schema = 'public'
         """

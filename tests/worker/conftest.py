@@ -9,7 +9,13 @@ import psycopg
 import pytest
 
 import migrations
+from jobs import claims, file_store
+from jobs.database import Database
+from jobs.records import WorkerInfo
+from jobs.settings import ModelEntry, Settings
+from tests.worker.batch_shop import Shop
 from tests.worker.deployment import Deployment
+from worker.batch_keeper import BatchKeeper
 
 LONG = 16_384
 
@@ -57,3 +63,27 @@ def sqlite_deployment(sqlite_url, valkey_url, long_llama_dir, tmp_path) -> Itera
     deployment = Deployment(tmp_path / tmp_path.name, sqlite_url, valkey_url, long_llama_dir)
     yield deployment
     deployment.close()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
+def shop(request, valkey_url, tmp_path):
+    database_url = request.getfixturevalue(f"{request.param}_url")
+    settings = Settings(
+        database_url=database_url,
+        redis_url=valkey_url,
+        models=(ModelEntry(name="tiny", path="x"),),
+        files_dir=str(tmp_path / "files"),
+        max_batch_rows=5000,
+    )
+    database = Database(database_url)
+    shop = Shop(settings, database, BatchKeeper(settings), file_store.FileStore(settings.files_dir))
+    info = WorkerInfo(
+        id="w1", hostname="here", pid=7, model="tiny",
+        max_num_seqs=8, kv_tokens=4096, max_model_len=512,
+    )  # fmt: skip
+    shop.call(claims.register_worker, info, now=shop.now, lease_s=1000)
+    shop.kept.append(shop.keeper)
+    yield shop
+    for keeper in shop.kept:
+        keeper.stop()
+    database.dispose()

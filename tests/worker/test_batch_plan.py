@@ -17,8 +17,8 @@ def order(*rows: tuple[object, bytes], first=0, url=URL, planned=True) -> list[i
         for number, (max_tokens, text) in enumerate(rows):
             plan.add(number, 1000 + number, url, max_tokens, text)
         found = list(plan.rows(first=first))
-    assert all(start == 1000 + number for number, start in found)
-    return [number for number, _ in found]
+    assert all(each.start == 1000 + each.number for each in found)
+    return [each.number for each in found]
 
 
 @pytest.mark.parametrize("run", range(5))
@@ -62,6 +62,19 @@ def test_a_beginning_is_a_prefix_as_long_as_texts_agree():
     one, other = b"a" * 300 + b"b" * 100, b"a" * 300 + b"c" * 100
     assert beginning(one)[:16] == beginning(other)[:16] == beginning(b"a" * 300)
     assert beginning(one)[16:20] != beginning(other)[16:20]
+
+
+def test_rows_that_are_the_same_come_last_behind_one_another():
+    kinds = [b"a", None, b"b", b"a", b"a", None, b"b"]
+    with closing(Plan()) as plan:
+        for number, same in enumerate(kinds):
+            plan.add(number, number, URL, 16, b"x" * PIECE, same=same)
+        places = [(each.number, each.previous) for each in plan.rows()]
+        assert plan.num_same == 3
+        assert places == [(0, None), (1, None), (2, None), (5, None), (3, 0), (4, 3), (6, 2)]
+        for first, num in ((0, 3), (3, 2), (4, 2), (4, 9), (1, 2), (6, 1), (7, 5)):
+            taken = [(each.number, each.previous) for each in plan.take(first, num)]
+            assert taken == places[first:][:num]
 
 
 @pytest.mark.long
