@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 FIRST_GUESS_TOKENS = 128  # of a generation's length, before any has ended
 LOOKAHEAD = 8  # one job waits in the engine for every so many that run: a place is filled at once
+LOOKAHEAD_OF_CHUNKS = 2  # the same, of jobs whose ids are here already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +74,24 @@ def room_of_foreground(room: EngineRoom, background: Sequence[Load]) -> EngineRo
 
 
 def free_places(
-    room: EngineRoom, loads: Sequence[Load], guess: LengthGuess, *, max_jobs: int
+    room: EngineRoom,
+    loads: Sequence[Load],
+    guess: LengthGuess,
+    *,
+    max_jobs: int,
+    lookahead: int = LOOKAHEAD,
 ) -> int:
     """How many more jobs the engine is expected to hold beside those in the worker's hands."""
     if not loads:
         return 1  # an idle engine refuses a job that is too large; it never keeps one waiting
-    lookahead = max(1, room.max_num_seqs // LOOKAHEAD)
-    if room.num_waiting > lookahead:
+    num_ahead = max(1, room.max_num_seqs // lookahead)
+    if room.num_waiting > num_ahead:
         return 0  # sequences wait for blocks, whatever the guess says
     num_seqs = sum(load.num_seqs for load in loads)
     free = room.free_tokens - sum(guess.growth(load) for load in loads)
     each = guess.prompt_tokens + guess.completion_tokens
     return max(
-        0, min(max_jobs - len(loads), room.max_num_seqs + lookahead - num_seqs, int(free // each))
+        0, min(max_jobs - len(loads), room.max_num_seqs + num_ahead - num_seqs, int(free // each))
     )
 
 

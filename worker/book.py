@@ -14,6 +14,7 @@ from dataclasses import replace
 from jobs.claims import Checkpoint, Held
 from jobs.lifecycle import ErrorCode, JobState
 from worker.admission import (
+    LOOKAHEAD_OF_CHUNKS,
     UNKNOWN_LOAD,
     EngineRoom,
     LengthGuess,
@@ -54,6 +55,7 @@ class Book:
         # reentrant: a signal handler may run in the middle of a call on the main thread
         self.lock = threading.RLock()
         self.deliveries: dict[Delivery, Attempt | None] = {}  # None: its claim is not in
+        self.unclaimed: dict[Delivery, None] = {}  # of these, whose rows are not asked for yet
         self.attempts: dict[str, Attempt] = {}  # by key, in the order claimed
         self.room: EngineRoom | None = None  # None: there is no engine to run anything
         self.guess = LengthGuess()
@@ -83,10 +85,21 @@ class Book:
     def takes_background(self) -> bool:
         """Whether there is room for jobs that nobody waits for, beside all those held."""
         with self.lock:
-            if (room := self._open_room()) is None:
+            if (room := self._open_room()) is None or self.unclaimed:
                 return False
             loads = self._loads(background=False) + self._loads(background=True)
             return free_places(room, loads, self.guess, max_jobs=self._max_jobs) > 0
+
+    def may_claim(self) -> bool:
+        """Whether there is room for one more of those that are not claimed yet."""
+        with self.lock:
+            if (room := self._open_room()) is None or not self.unclaimed:
+                return False
+            loads = self._loads(background=False) + self._loads(background=True)
+            ahead = LOOKAHEAD_OF_CHUNKS
+            return bool(
+                free_places(room, loads, self.guess, max_jobs=self._max_jobs, lookahead=ahead)
+            )
 
     def _open_room(self) -> EngineRoom | None:
         return None if self.draining or self.shut or self._blocked else self.room
@@ -95,7 +108,8 @@ class Book:
         return [
             UNKNOWN_LOAD if attempt is None else attempt.load
             for delivery, attempt in self.deliveries.items()
-            if (delivery.background if attempt is None else attempt.job.priority < 0) == background
+            if delivery not in self.unclaimed
+            and (delivery.background if attempt is None else attempt.job.priority < 0) == background
             and (attempt is None or attempt.phase is not Phase.ENDING)
         ]
 

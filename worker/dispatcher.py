@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from engine.tokenizer import Tokenizer
 from jobs import openai
@@ -29,6 +30,7 @@ from worker.messages import Command, Delta, Ended, Ready, Refused, Stepped
 from worker.preparer import Preparer
 from worker.prompt import Prompt
 from worker.sent_job import SentJob
+from worker.unclaimed import Unclaimed
 
 ENGINE_WAIT_S = 15.0  # jobs wait this long for a new engine process, then for another worker
 _ENGINES_CODES: dict[str | None, ErrorCode] = {str(code): code for code in ErrorCode}
@@ -59,6 +61,7 @@ class Dispatcher:
         self._tell = tell
         self._book = Book(post, send, max_jobs=max_jobs, max_crashes=max_crashes, trace=trace)
         self._lock = self._book.lock
+        self._unclaimed = Unclaimed(self._book, post, self._claim)
         self._revoked: set[Delivery] = set()
         self._preparer = Preparer(tokenizer=tokenizer, post=post, prepared=self._prepared)
         self._died_at = math.inf  # the engine, while there is none
@@ -103,15 +106,16 @@ class Dispatcher:
     # -- messages, on the event loop's thread
 
     def receive_id(self, delivery: Delivery) -> None:
-        """A message that carries a job's id."""
+        """A message that carries a job's id; one of a chunk is claimed when there is room."""
         with self._lock:
             self._book.deliveries[delivery] = None
-        self._post(
-            Claim(
-                job_id=delivery.job_id,
-                answer=lambda job, now: self._claimed(delivery, job, now),
-            )
-        )
+            if delivery.background:
+                self._unclaimed.add(delivery)
+            else:
+                self._claim(delivery)
+
+    def _claim(self, delivery: Delivery) -> None:
+        self._post(Claim(job_id=delivery.job_id, answer=partial(self._claimed, delivery)))
 
     def receive_job(self, delivery: Delivery, sent: SentJob) -> None:
         """A message that carries the whole job; a fault in it is told by the row."""
@@ -123,13 +127,8 @@ class Dispatcher:
                 Insert(new_job=new_job, answer=lambda: self._book.end(delivery, Ending.DROPPED))
             )
             return
-        self._post(
-            Claim(
-                job_id=new_job.id,
-                new_job=new_job,
-                answer=lambda job, now: self._claimed(delivery, job, now, sent),
-            )
-        )
+        answer = partial(self._claimed, delivery, sent=sent)
+        self._post(Claim(job_id=new_job.id, new_job=new_job, answer=answer))
 
     def terminate(self, delivery: Delivery, *, revoked: bool) -> None:
         """A revoke cancels the job; a cold stop hands it back."""
@@ -143,8 +142,10 @@ class Dispatcher:
                 self._book.draining = True  # what is being claimed goes back when the claim is in
                 if attempt is not None:
                     self._book.hand_back(attempt)
+                self._unclaimed.put_back(delivery)
                 return
             self._revoked.add(delivery)
+            self._book.unclaimed.pop(delivery, None)
             # behind a claim that is on its way, the cancel finds the row either way; before the
             # waste, it says what a beat under way has stored
             self._post(Cancel(job_id=delivery.job_id, answer=lambda: self._cancelled(delivery)))
@@ -190,6 +191,7 @@ class Dispatcher:
             self._book.draining = True
             for attempt in self._book.open_in(*phases):
                 self._book.hand_back(attempt)
+            self._unclaimed.put_back_all()
 
     # -- the ledger's answer to a claim, on its thread
 
@@ -203,6 +205,7 @@ class Dispatcher:
         if job is None:
             self._count(sent)
             self._book.end(delivery, Ending.DROPPED)
+            self._unclaimed.claim()
             return
         left_s = None if job.deadline_at is None else job.deadline_at - now
         attempt = Attempt(
@@ -254,14 +257,14 @@ class Dispatcher:
                 max_num_seqs=ready.max_num_seqs, free_tokens=ready.kv_tokens, num_waiting=0
             )
             self._book.admit()
+            self._unclaimed.claim()
         self._wake()
 
     def engine_stepped(self, stepped: Stepped) -> None:
         with self._lock:
             assert self._book.room is not None
-            self._book.room = replace(
-                self._book.room, free_tokens=stepped.free_tokens, num_waiting=stepped.num_waiting
-            )
+            free, waiting = stepped.free_tokens, stepped.num_waiting
+            self._book.room = replace(self._book.room, free_tokens=free, num_waiting=waiting)
             self._engine_stats = stepped.stats or self._engine_stats
             self._take_tokens(stepped.deltas)
             if not stepped.ended and not stepped.refused:
@@ -271,6 +274,7 @@ class Dispatcher:
             for ended in stepped.ended:
                 self._engine_ended(ended)
             self._book.admit()
+            self._unclaimed.claim()
         self._wake()
 
     def _take_tokens(self, deltas: Iterable[Delta]) -> None:
@@ -374,6 +378,8 @@ class Dispatcher:
             if self._book.room is None and now > self._died_at + ENGINE_WAIT_S:
                 for attempt in self._book.open_in(Phase.CLAIMED, Phase.WAITING):
                     self._book.hand_back(attempt)
+                self._unclaimed.put_back_all()
+            self._unclaimed.claim()
 
     def _soft_limit(self, attempt: Attempt) -> None:
         """The engine ends it in its own time, and its result says why."""

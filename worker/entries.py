@@ -20,6 +20,14 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PutBack:
+    """Its message came here, and this worker will not claim it: publish it for others."""
+
+    job_id: str
+    answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Insert:
     """Store a row for the workers of another model."""
 
@@ -95,4 +103,4 @@ class Died:
     job_ids: list[str]
 
 
-Entry = Claim | Insert | Finish | HandBack | Cancel | Waste | Count | Died | Flush
+Entry = Claim | PutBack | Insert | Finish | HandBack | Cancel | Waste | Count | Died | Flush

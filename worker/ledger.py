@@ -41,6 +41,7 @@ from worker.entries import (
     Flush,
     HandBack,
     Insert,
+    PutBack,
     Waste,
 )
 from worker.entries import Count as Counting
@@ -232,6 +233,9 @@ class Ledger:
                     ],
                 )
         accounting.count_prompts(connection, [count.counted for count in _of(Counting, window)])
+        put_back = _of(PutBack, window)
+        claims.put_back(connection, [entry.job_id for entry in put_back])
+        written.answers += [entry.answer for entry in put_back]
         self._claim(connection, _of(Claim, window), now, was_in, written)
         written.answers += [flush.answer for flush in _of(Flush, window)]
         return written

@@ -48,3 +48,21 @@ def test_every_row_of_many_chunks_is_run_once(start):
     rows = deployment.ended(*ids)
     assert {(row.state, row.attempt) for row in rows} == {(JobState.SUCCEEDED, 1)}
     assert deployment.unacknowledged() == 0
+
+
+def test_rows_that_a_killed_worker_had_not_begun_lose_no_attempt(start):
+    """Two seats, a chunk of rows, and its worker killed three times: few rows have been tried."""
+    deployment = start(max_num_seqs="2", lease_s="5")
+    rows = deployment.submit(*(completion(LONG, priority=-5, max_attempts=3) for _ in range(30)))
+    for _ in range(3):
+        worker = deployment.start_worker()
+        deployment.wait_for(lambda: deployment.counts().get(JobState.RUNNING, 0) >= 2)
+        assert deployment.counts()[JobState.RUNNING] <= 3, "more claimed than run, and one"
+        worker.process.kill()
+        worker.wait()
+        deployment.wait_for(lambda: deployment.counts().get(JobState.RUNNING, 0) == 0)
+    tried = [row.attempt for row in map(deployment.get, rows)]
+    assert sum(tried) <= 9, tried
+    assert tried.count(0) >= 21, tried
+    for job_id in rows:
+        deployment.cancel(job_id)

@@ -26,7 +26,18 @@ from worker.attempt import Holding
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.engine_process import refused
-from worker.entries import Cancel, Claim, Count, Died, Entry, Finish, HandBack, Insert, Waste
+from worker.entries import (
+    Cancel,
+    Claim,
+    Count,
+    Died,
+    Entry,
+    Finish,
+    HandBack,
+    Insert,
+    PutBack,
+    Waste,
+)
 from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
 from worker.sent_job import read_sent_job
 
@@ -68,7 +79,7 @@ class World:
     def wake(self) -> None:
         self.num_wakes += 1
 
-    def deliver(self, job_id: str = "job_1", **limits) -> Delivery:
+    def deliver(self, job_id: str = "job_1", background: bool = False, **limits) -> Delivery:
         callbacks = CeleryCallbacks(
             accept=lambda pid, at: self.celery.append(("accept", job_id)),
             end=lambda result: self.celery.append(("end", result)),
@@ -81,6 +92,7 @@ class World:
             hard_limit_s=limits.get("hard"),
             in_hub=lambda call: call(),
             on_terminate=lambda delivery: self.dispatcher.terminate(delivery, revoked=True),
+            background=background,
         )
 
     def receive(self, job_id: str = "job_1", **limits) -> Delivery:
@@ -691,3 +703,83 @@ def test_a_whole_job_revoked_as_a_message_is_counted_if_its_model_is_ours(world)
     world.dispatcher.cancel("job_1", whole(world))
     assert world.take(Count).counted.prompt_tokens > 0
     assert not world.has(Count)
+
+
+def chunk(world, num_jobs: int) -> list[Delivery]:
+    """The engine has 8 places."""
+    return [world.receive(f"job_{i}", background=True) for i in range(num_jobs)]
+
+
+def posted(world, kind: type[E]) -> list[str]:
+    """The jobs of all entries of a kind, taken."""
+    found = [entry.job_id for entry in world.entries if isinstance(entry, kind)]
+    world.entries[:] = [entry for entry in world.entries if not isinstance(entry, kind)]
+    return found
+
+
+def test_of_a_chunk_as_many_are_claimed_as_the_engine_is_about_to_have_places_for(world):
+    chunk(world, 32)
+    assert posted(world, Claim) == [f"job_{i}" for i in range(12)]  # half as many wait as run
+    waiting = [("accept", f"job_{i}") for i in range(12, 32)]
+    assert world.celery == waiting, "its message is held, though nothing hangs on it"
+    assert not world.dispatcher.takes_background()
+    assert world.dispatcher.num_in_hands == 32
+    assert world.dispatcher.places(), "who is waited for stands behind rows"
+
+
+def test_what_waits_of_a_chunk_is_claimed_as_places_come_free(world):
+    chunk(world, 14)
+    claims = [world.take(Claim) for _ in range(12)]
+    claims[0].answer(None, NOW)  # somebody else's
+    assert posted(world, Claim) == ["job_12"]
+    claims[1].answer(job("job_1"), NOW)
+    add = world.take(Add)
+    world.step(Delta(add.key, 0, [7]), ended=[ended(add.key)])
+    assert posted(world, Claim) == ["job_13"]
+    assert not world.dispatcher.takes_background()  # there is no room yet
+
+
+def test_a_drain_puts_back_what_waits_of_a_chunk_and_what_comes_later(world):
+    chunk(world, 13)
+    posted(world, Claim)
+    world.dispatcher.begin_drain()
+    put_back = world.take(PutBack)
+    assert put_back.job_id == "job_12"
+    put_back.answer()
+    assert world.celery[-1][0] == "end"
+    world.receive("late", background=True)
+    assert posted(world, PutBack) == ["late"]
+    assert posted(world, Claim) == []
+
+
+def test_what_waits_of_a_chunk_goes_to_others_while_there_is_no_engine(world, monkeypatch):
+    chunk(world, 13)
+    world.dispatcher.engine_died("SIGKILL")
+    posted(world, Claim)
+    world.dispatcher.check_time()
+    assert posted(world, PutBack) == posted(world, Claim) == []
+    monkeypatch.setattr("worker.dispatcher.ENGINE_WAIT_S", 0.0)
+    world.dispatcher.check_time()
+    assert posted(world, PutBack) == ["job_12"]
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+def test_what_waits_of_a_chunk_is_ended_by_a_revoke_and_put_back_by_a_cold_stop(world, revoked):
+    *_, last = chunk(world, 13)
+    world.dispatcher.terminate(last, revoked=revoked)
+    assert posted(world, Cancel if revoked else PutBack) == ["job_12"]
+    world.dispatcher.check_time()
+    assert "job_12" not in posted(world, Claim)
+
+
+def test_an_id_that_waits_and_comes_again_runs_once(world):
+    chunk(world, 13)
+    world.receive("job_12", background=True)
+    for claim in [world.take(Claim) for _ in range(12)]:
+        claim.answer(None, NOW)
+    first, second = world.take(Claim), world.take(Claim)
+    assert first.job_id == second.job_id == "job_12"
+    first.answer(job("job_12"), NOW)
+    second.answer(None, NOW)
+    assert world.take(Add).key == "job_12:1"
+    assert not world.has(Add)
