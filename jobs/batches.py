@@ -145,12 +145,14 @@ def _set_paused(
     return get(connection, batch_id, tenant=tenant, now=now)
 
 
+_PAUSED = select(batches.c.id).where(
+    batches.c.closed_at.is_(None), batches.c.paused_at.is_not(None)
+)
+
+
 def paused(connection: Connection) -> list[str]:
     """Those whose rows wait in SQL."""
-    query = select(batches.c.id).where(
-        batches.c.closed_at.is_(None), batches.c.paused_at.is_not(None)
-    )
-    return list(connection.scalars(query))
+    return list(connection.scalars(_PAUSED))
 
 
 def rows_after(

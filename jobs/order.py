@@ -17,9 +17,22 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Select, func, literal, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Integer,
+    Select,
+    Text,
+    bindparam,
+    func,
+    literal,
+    or_,
+    select,
+)
 
 from jobs import batches, quotas
 from jobs.models import BACKGROUND, FOREGROUND, QUEUE_ORDER, QUEUED, RUNNING, jobs
@@ -154,22 +167,67 @@ class _Waiting:
     now: float
     background: bool | None
 
-    def of(self, query: Select[Any]) -> Select[Any]:
-        query = query.where(
-            jobs.c.model == self.model, QUEUED, jobs.c.published_at.is_(None), due(self.now)
-        )
+    @property
+    def shape(self) -> tuple[bool, bool, bool | None]:
+        return bool(self.paused), bool(self.full), self.background
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"of_model": self.model, "at": self.now}
         if self.paused:
-            query = query.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(self.paused)))
+            found["paused"] = self.paused
         if self.full:
-            others = jobs.c.tenant_id.not_in(self.full)
-            query = query.where(or_(jobs.c.row_number.is_(None), others))
-        if self.background is not None:
-            query = query.where(BACKGROUND if self.background else FOREGROUND)
-        return query
+            found["full"] = self.full
+        return found
+
+
+# statements are made once: making one takes longer than most of them run
+
+
+def _that_wait(
+    query: Select[Any], any_paused: bool, any_full: bool, background: bool | None
+) -> Select[Any]:
+    query = query.where(
+        jobs.c.model == bindparam("of_model", type_=Text()),
+        QUEUED,
+        jobs.c.published_at.is_(None),
+        due(bindparam("at", type_=Double())),
+    )
+    if any_paused:
+        paused: ColumnElement[str] = bindparam("paused", expanding=True)
+        query = query.where(or_(jobs.c.batch_id.is_(None), jobs.c.batch_id.not_in(paused)))
+    if any_full:
+        others = jobs.c.tenant_id.not_in(bindparam("full", expanding=True))
+        query = query.where(or_(jobs.c.row_number.is_(None), others))
+    if background is not None:
+        query = query.where(BACKGROUND if background else FOREGROUND)
+    return query
+
+
+@cache
+def _tenant_query(*shape: Any) -> Select[Any]:
+    query = select(*QUEUE_ORDER).where(jobs.c.tenant_id == bindparam("of_tenant", type_=Text()))
+    return _that_wait(query.order_by(*QUEUE_ORDER).limit(_MOST), *shape)
+
+
+@cache
+def _oldest_query(any_resting: bool, *shape: Any) -> Select[Any]:
+    query = select(jobs.c.id, jobs.c.tenant_id, jobs.c.priority)
+    if any_resting:
+        query = query.where(jobs.c.tenant_id.not_in(bindparam("resting", expanding=True)))
+    return _that_wait(query.order_by(jobs.c.created_at).limit(_MOST), *shape)
+
+
+_MOST: ColumnElement[int] = bindparam("most", type_=Integer())
 
 
 def waiting_tenants(connection: Connection) -> list[str]:
     """Those with queued jobs, of whatever model: one step into the index for each."""
+    return list(connection.scalars(_tenants_query()))
+
+
+@cache
+def _tenants_query() -> Select[str]:
     first = select(func.min(jobs.c.tenant_id).label("tenant")).where(QUEUED)
     steps = first.cte("steps", recursive=True)
     following = (
@@ -178,24 +236,21 @@ def waiting_tenants(connection: Connection) -> list[str]:
         .scalar_subquery()
     )
     steps = steps.union_all(select(following).where(steps.c.tenant.is_not(None)))
-    found = select(steps.c.tenant).where(steps.c.tenant.is_not(None)).limit(MOST_TENANTS)
-    return list(connection.scalars(found))
+    return select(steps.c.tenant).where(steps.c.tenant.is_not(None)).limit(MOST_TENANTS)
 
 
 def _of_tenant(connection: Connection, tenant: str, waiting: _Waiting, *, limit: int) -> list[Key]:
-    query = waiting.of(select(*QUEUE_ORDER).where(jobs.c.tenant_id == tenant))
-    return [tuple(row) for row in connection.execute(query.order_by(*QUEUE_ORDER).limit(limit))]
+    parameters = waiting.parameters | {"of_tenant": tenant, "most": limit}
+    return [tuple(row) for row in connection.execute(_tenant_query(*waiting.shape), parameters)]
 
 
 def _oldest(
     connection: Connection, waiting: _Waiting, resting: Sequence[str], *, limit: int
 ) -> list[tuple[str, str, int]]:
     """Ids, tenants and priorities."""
-    columns = jobs.c.id, jobs.c.tenant_id, jobs.c.priority
-    query = waiting.of(select(*columns)).order_by(jobs.c.created_at).limit(limit)
-    if resting:
-        query = query.where(jobs.c.tenant_id.not_in(resting))
-    return [(row.id, row.tenant_id, row.priority) for row in connection.execute(query)]
+    query = _oldest_query(bool(resting), *waiting.shape)
+    parameters = waiting.parameters | {"most": limit} | ({"resting": resting} if resting else {})
+    return [(row.id, row.tenant_id, row.priority) for row in connection.execute(query, parameters)]
 
 
 def _ahead(connection: Connection, model: str) -> Counter[str]:

@@ -205,13 +205,18 @@ def _row_minute(connection: Connection, tenant: str, limits: Quotas, now: float)
     return _RowMinute(row[0], int(row[1]))
 
 
+_LIMITED = select(tenants.c.id, *QUOTA_COLUMNS).where(
+    or_(
+        tenants.c.max_running_jobs.is_not(None),
+        tenants.c.requests_per_minute.is_not(None),
+        tenants.c.tokens_per_minute.is_not(None),
+    )
+)
+
+
 def _limits(connection: Connection) -> dict[str, Quotas]:
     """Of tenants whose jobs may have to wait for their start."""
-    named = ("max_running_jobs", "requests_per_minute", "tokens_per_minute")
-    query = select(tenants.c.id, *QUOTA_COLUMNS).where(
-        or_(*(tenants.c[name].is_not(None) for name in named))
-    )
-    return {row.id: Quotas.of(row) for row in connection.execute(query)}
+    return {row.id: Quotas.of(row) for row in connection.execute(_LIMITED)}
 
 
 def _quotas(connection: Connection, tenant: str) -> Quotas:

@@ -13,6 +13,8 @@ from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import jobs
 from jobs.rows import decode, encode
 
+Time = float | ColumnElement[float]  # a bound parameter, in a statement that is made once
+
 GROWTH = 4.0
 SPENT = jobs.c.attempt >= jobs.c.max_attempts
 
@@ -52,7 +54,7 @@ def may_retry(code: ErrorCode) -> ColumnElement[bool]:
 
 def ending(
     *endings: tuple[Any, ErrorCode, str],
-    now: float,
+    now: Time,
     not_before: ColumnElement[float] | None = None,  # of one that is queued; None: at once
 ) -> dict[str, Any]:
     """Columns of a running job that fails on the first condition that holds, else is queued."""
@@ -106,7 +108,7 @@ def after_crash(backoff: Backoff, now: float, *, max_crashes: int) -> dict[str, 
     }
 
 
-def after_lapse(now: float) -> dict[str, Any]:
+def after_lapse(now: Time) -> dict[str, Any]:
     """Columns of a job whose worker's lease ran out. It is queued at once: it did nothing wrong."""
     return ending(
         (
@@ -119,7 +121,7 @@ def after_lapse(now: float) -> dict[str, Any]:
     )
 
 
-def due(now: float) -> ColumnElement[bool]:
+def due(now: Time) -> ColumnElement[bool]:
     """Of queued jobs, those that do not wait to be tried again."""
     return or_(jobs.c.not_before.is_(None), jobs.c.not_before <= now)
 

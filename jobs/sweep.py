@@ -5,18 +5,24 @@ sweeper has locked are passed over (PostgreSQL); on SQLite writers take turns.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Double,
+    Integer,
     Select,
+    Text,
+    bindparam,
     delete,
     exists,
     func,
-    literal,
     select,
     update,
 )
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs import attempts, order
 from jobs.attempts import Outcome
@@ -50,43 +56,53 @@ class Reaped:
 
 def reap(connection: Connection, now: float) -> list[Reaped]:
     """Take jobs from workers silent or unknown: queued again, or failed at their last attempt."""
-    alive = exists().where(workers.c.id == jobs.c.worker_id, workers.c.lease_until > now)
-    rows = connection.execute(
-        update(jobs)
-        .where(jobs.c.id.in_(_free(select(jobs.c.id).where(RUNNING, ~alive))), RUNNING)
-        .values(
-            fence=jobs.c.fence + 1,
-            worker_id=None,
-            published_at=None,
-            **after_lapse(now),
-        )
-        .returning(*TAKEN)
-    ).all()
+    rows = connection.execute(_reaping(), {"at": now}).all()
     attempts.close(connection, [taken(row, Outcome.LAPSED) for row in rows], now=now)
     return [Reaped(row.id, row.model, JobState(row.state)) for row in rows]
 
 
+# statements are made once: making one takes longer than most of them run
+_AT: ColumnElement[float] = bindparam("at", type_=Double())
+_OF_MODEL = jobs.c.model == bindparam("of_model", type_=Text())
+
+
+@cache
+def _reaping() -> ReturningUpdate[Any]:
+    alive = exists().where(workers.c.id == jobs.c.worker_id, workers.c.lease_until > _AT)
+    return (
+        update(jobs)
+        .where(jobs.c.id.in_(_free(select(jobs.c.id).where(RUNNING, ~alive))), RUNNING)
+        .values(fence=jobs.c.fence + 1, worker_id=None, published_at=None, **after_lapse(_AT))
+        .returning(*TAKEN)
+    )
+
+
 def expire(connection: Connection, now: float) -> list[str]:
     """End queued jobs whose deadline has passed; their ids."""
-    late = select(jobs.c.id).where(QUEUED, jobs.c.deadline_at <= now)
+    rows = connection.execute(_expiring(), {"at": now}).all()
+    attempts.close(connection, [taken(row, Outcome.EXPIRED) for row in rows], now=now)
+    return [row.id for row in rows]
+
+
+@cache
+def _expiring() -> ReturningUpdate[Any]:
+    late = select(jobs.c.id).where(QUEUED, jobs.c.deadline_at <= _AT)
     error = error_object(
         ErrorCode.DEADLINE_EXCEEDED, "the deadline passed before the job was started"
     )
-    rows = connection.execute(
+    return (
         update(jobs)
         .where(jobs.c.id.in_(_free(late)), QUEUED)
         .values(
             state=JobState.EXPIRED,
             fence=jobs.c.fence + 1,
-            finished_at=now,
+            finished_at=_AT,
             finish_reason="deadline",
             error=encode(error),
             **LOST,
         )
         .returning(*TAKEN)
-    ).all()
-    attempts.close(connection, [taken(row, Outcome.EXPIRED) for row in rows], now=now)
-    return [row.id for row in rows]
+    )
 
 
 def publishable(
@@ -107,8 +123,8 @@ def publishable(
     ids = order.best(
         connection, model, limit=limit, now=now, num_before=num_before, background=background
     )
-    chosen = select(jobs.c.id).where(jobs.c.id.in_(ids), jobs.c.published_at.is_(None))
-    marked = set(_publish(connection, chosen, limit=limit, now=now)) if ids else set()
+    chosen = {"chosen": ids, "at": now, "most": limit}
+    marked = set(_publish(connection, _publishing(), chosen)) if ids else set()
     return [job_id for job_id in ids if job_id in marked]
 
 
@@ -128,22 +144,44 @@ def republish(
     `older_than_s` later has been claimed. Of a runway that is nearly empty `num_messages` says
     how many ids are left: there each published job beyond these has lost its message.
     """
-    own: list[ColumnElement[bool]] = []
-    if background is not None:
-        own = [BACKGROUND if background else FOREGROUND]
-    published = select(jobs.c.id).where(
-        jobs.c.model == model, QUEUED, jobs.c.published_at.is_not(None), *own
-    )
-    claimed = select(func.max(jobs.c.published_at)).where(RUNNING, jobs.c.model == model, *own)
-    reached: ColumnElement[float] = claimed.scalar_subquery()
+    parameters: dict[str, Any] = {"of_model": model}
     if num_messages is not None:
-        reached = literal(now)
-        num_published = connection.scalar(select(func.count()).select_from(published.subquery()))
+        num_published = connection.scalar(_num_published(background), parameters)
         limit = min(limit, (num_published or 0) - num_messages)
     if limit <= 0:
         return []
-    lost = published.where(jobs.c.published_at <= reached - older_than_s)
-    return _publish(connection, lost, limit=limit, now=now)
+    parameters |= {"at": now, "most": limit, "behind": older_than_s}
+    return _publish(connection, _republishing(background, num_messages is None), parameters)
+
+
+def _published(background: bool | None) -> Select[str]:
+    query = select(jobs.c.id).where(_OF_MODEL, QUEUED, jobs.c.published_at.is_not(None))
+    return query.where(*_lane(background))
+
+
+def _lane(background: bool | None) -> list[ColumnElement[bool]]:
+    return [] if background is None else [BACKGROUND if background else FOREGROUND]
+
+
+@cache
+def _num_published(background: bool | None) -> Select[int]:
+    return select(func.count()).select_from(_published(background).subquery())
+
+
+@cache
+def _publishing() -> ReturningUpdate[Any]:
+    chosen = jobs.c.id.in_(bindparam("chosen", expanding=True))
+    return _marking(select(jobs.c.id).where(chosen, jobs.c.published_at.is_(None)))
+
+
+@cache
+def _republishing(background: bool | None, by_claims: bool) -> ReturningUpdate[Any]:
+    reached: ColumnElement[float] = _AT
+    if by_claims:
+        running = [RUNNING, _OF_MODEL, *_lane(background)]
+        reached = select(func.max(jobs.c.published_at)).where(*running).scalar_subquery()
+    behind: ColumnElement[float] = bindparam("behind", type_=Double())
+    return _marking(_published(background).where(jobs.c.published_at <= reached - behind))
 
 
 def purge(connection: Connection, *, now: float, idempotency_ttl_s: float) -> None:
@@ -158,17 +196,21 @@ def purge(connection: Connection, *, now: float, idempotency_ttl_s: float) -> No
     attempts.purge(connection, now)
 
 
-def _publish(
-    connection: Connection, candidates: Select[str], *, limit: int, now: float
-) -> list[str]:
-    best = candidates.order_by(*QUEUE_ORDER).limit(limit).with_for_update(skip_locked=True)
-    rows = connection.execute(
+def _marking(candidates: Select[str]) -> ReturningUpdate[Any]:
+    most: ColumnElement[int] = bindparam("most", type_=Integer())
+    best = candidates.order_by(*QUEUE_ORDER).limit(most).with_for_update(skip_locked=True)
+    return (
         update(jobs)
         .where(jobs.c.id.in_(picked(best)), QUEUED)
-        .values(published_at=now)
+        .values(published_at=_AT)
         .returning(*QUEUE_ORDER)
     )
-    return [row.id for row in sorted(rows, key=tuple)]
+
+
+def _publish(
+    connection: Connection, marking: ReturningUpdate[Any], parameters: dict[str, Any]
+) -> list[str]:
+    return [row.id for row in sorted(connection.execute(marking, parameters), key=tuple)]
 
 
 def _free(candidates: Select[str]) -> Select[str]:
