@@ -96,7 +96,7 @@ def job_of(
     earlier = "previous_response_id"
     if envelope.url == openai.RESPONSES and envelope.body.get(earlier) and not resolved:
         message = f"{earlier} is not supported for jobs: give the input itself"
-        raise BadRequest(message, param=earlier)
+        raise BadRequest(message, param=earlier, code="unsupported_parameter")
     checked = door.check(envelope.url, envelope.body, streams=stream is not None)
     return NewJob(
         id=new_job_id(),

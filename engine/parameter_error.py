@@ -11,6 +11,12 @@ class ParameterError(ValueError):
         self.param = param
 
 
+class ContextTooLong(ParameterError):
+    """Prompt and output together are longer than the model takes."""
+
+    code = "context_length_exceeded"
+
+
 class UnknownField(ParameterError):
     """A field that nobody reads, most likely misspelled."""
 

@@ -18,8 +18,8 @@ from engine.bounds import (
     check_tuple,
     shown,
 )
+from engine.parameter_error import ContextTooLong, UnknownField
 from engine.parameter_error import ParameterError as ParameterError
-from engine.parameter_error import UnknownField
 from engine.structured_outputs import StructuredOutputs
 
 MAX_N = 128  # samples of one request; an engine and a service take up to their own max_n
@@ -284,13 +284,13 @@ def check_prompt(
             if token_id >= vocab_size:
                 raise ParameterError(name, f"{name} must be in [0, {vocab_size}), got {token_id}")
     if params.max_tokens and len(token_ids) >= max_model_len:
-        raise ParameterError(
+        raise ContextTooLong(
             "prompt",
             f"prompt has {len(token_ids)} tokens; with at least 1 generated token "
             f"the model's limit is {max_model_len}",
         )
     if len(token_ids) + params.max_tokens > max_model_len:
-        raise ParameterError(
+        raise ContextTooLong(
             "max_tokens" if params.max_tokens else "prompt",
             f"prompt ({len(token_ids)} tokens) + max_tokens ({params.max_tokens}) must be at most "
             f"{max_model_len}, got {len(token_ids) + params.max_tokens}",

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from engine.call_grammar import call_grammar
 from engine.chat_template import ChatTemplate
 from engine.dialect import Dialect
+from engine.parameter_error import ContextTooLong, ParameterError
 from engine.reply import END_THINK, MAX_CALLS, THINK, ReplyForm
-from engine.sampling_params import ParameterError
 from engine.schema_numbers import UnkeptNumberError
 from engine.tokenizer_files import TokenizerFiles
 
@@ -250,7 +250,7 @@ class Tokenizer:
         return rust.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _refuse_hopeless(self, rust: RustTokenizer, text: str, param: str) -> None:
-        """Raise ParameterError for a text far too long for the model, without reading all of it.
+        """Raise ContextTooLong for a text far too long for the model, without reading all of it.
 
         Judged by its beginning, with a factor 2 to spare for what a cut changes in the last word.
         """
@@ -258,7 +258,7 @@ class Tokenizer:
         if len(beginning) == len(text):
             return
         if len(rust.encode(beginning, add_special_tokens=False).ids) > 2 * self.max_model_len:
-            raise ParameterError(
+            raise ContextTooLong(
                 param,
                 f"{param} of {len(text)} characters has more than the {self.max_model_len} tokens "
                 "this model takes",

@@ -29,6 +29,7 @@ class ErrorCode(StrEnum):
     """Why a job did not succeed: `error.code` of the job object."""
 
     INVALID_REQUEST = "invalid_request"  # the worker's door check refused what came past the API
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # more tokens than the model takes
     EXCEEDS_CAPACITY = "exceeds_capacity"  # can never fit this engine's KV pool
     COMPILER_BUSY = "compiler_busy"  # no time for its form now: the same job may succeed later
     NUMERICAL_ERROR = "numerical_error"  # NaN or infinity in this row's logits
@@ -56,7 +57,9 @@ RETRYABLE = (
 # the others are as good as certain to come again: trying them anyway is for the client to ask
 RETRIED = (ErrorCode.ENGINE_CRASH, ErrorCode.WORKER_LOST)
 
-_CLIENTS_FAULT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.EXCEEDS_CAPACITY})
+_CLIENTS_FAULT = frozenset({
+    ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.EXCEEDS_CAPACITY,
+})  # fmt: skip
 
 
 def error_object(code: ErrorCode, message: str, *, param: str | None = None) -> dict[str, object]:

@@ -21,7 +21,7 @@ from jobs import (
     structured_outputs,
 )
 from jobs import openai_tables as tables
-from jobs.openai_fields import BodyError, UnknownField
+from jobs.openai_fields import BodyError, UnknownField, UnsupportedField
 from jobs.openai_tools import NO_TOOLS, ToolCall, ToolUse
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -257,9 +257,9 @@ def _refuse_unknown(url: str, body: Mapping[str, Any]) -> None:
         elif name in neutral:
             # by type too: 0 is not false
             if not any(type(value) is type(each) and value == each for each in neutral[name]):
-                raise BodyError(name, f"{name} is not supported yet")
+                raise fields.unsupported(name, value, neutral[name])
         elif name in refused:
-            raise BodyError(name, f"{name} is not supported yet")
+            raise UnsupportedField(name, f"{name} is not supported yet")
         else:
             name = name[: fields.MAX_SHOWN]
             raise UnknownField(name, f"{name} is not a field of {url}")

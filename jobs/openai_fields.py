@@ -1,5 +1,6 @@
 """Fields of a JSON body, each read as the type it must have; ranges are for others to check."""
 
+import json
 import math
 import re
 from collections.abc import Collection
@@ -24,6 +25,18 @@ class UnknownField(BodyError):
     """A field that nobody reads, most likely misspelled."""
 
     code = "unknown_field"
+
+
+class UnsupportedField(BodyError):
+    """A field that OpenAI has and we have not."""
+
+    code = "unsupported_parameter"
+
+
+class UnsupportedValue(BodyError):
+    """A field that we have, with a value of OpenAI's that we have not."""
+
+    code = "unsupported_value"
 
 
 def kind(value: object) -> str:
@@ -124,6 +137,23 @@ def one_of(path: str, value: object, words: Collection[str]) -> str:
     if not isinstance(value, str) or value not in words:
         raise BodyError(path, f"{path} must be {' or '.join(words)}, got {shown(value)}")
     return value
+
+
+def unsupported(path: str, value: object, neutral: Collection[object]) -> BodyError:
+    """Of a field that may only say what asks for nothing."""
+    if not neutral:
+        return UnsupportedField(path, f"{path} is not supported yet")
+    known = " or ".join(json.dumps(each) for each in neutral)
+    return UnsupportedValue(
+        path, f"{path} is not supported yet: it may be {known}, got {shown(value)}"
+    )
+
+
+def kind_of(path: str, value: object, kinds: Collection[str]) -> str:
+    """The type of an object that OpenAI has of more types than these."""
+    if isinstance(value, str) and value not in kinds:
+        raise UnsupportedValue(path, f"{path} must be {' or '.join(kinds)}, got {shown(value)}")
+    return one_of(path, value, kinds)
 
 
 def function_name(path: str, value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs import openai_fields as fields
 from jobs import strict_json
-from jobs.openai_fields import BodyError, UnknownField
+from jobs.openai_fields import BodyError, UnknownField, UnsupportedField, UnsupportedValue
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128  # of one message
@@ -76,7 +76,7 @@ def _message(path: str, message: object) -> dict[str, Any]:
 
 def _role(path: str, role: object) -> str:
     if role == "function":
-        raise BodyError(path, f"{path} 'function' is not supported: use tool")
+        raise UnsupportedValue(path, f"{path} 'function' is not supported: use tool")
     if not isinstance(role, str) or role not in _ROLES:
         raise BodyError(
             path, f"{path} must be one of {', '.join(_ROLES)}, got {fields.shown(role)}"
@@ -95,7 +95,7 @@ def _check_fields(path: str, message: dict[str, Any], given: dict[str, Any], rol
         if name not in given:
             continue
         if owner is None:
-            raise BodyError(f"{path}.{name}", f"{path}.{name} is not supported yet")
+            raise UnsupportedField(f"{path}.{name}", f"{path}.{name} is not supported yet")
         raise BodyError(
             f"{path}.{name}", f"{path}.{name} is a field of messages of role {owner}, not {role}"
         )
@@ -109,7 +109,8 @@ def _content(path: str, content: object) -> str:
         at = f"{path}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind != "text":
-            raise BodyError(
+            refusal = UnsupportedValue if isinstance(kind, str) else BodyError
+            raise refusal(
                 at,
                 f"{at} must be a part of type text, got {fields.shown(kind or fields.kind(part))}",
             )

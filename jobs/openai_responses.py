@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs import openai_fields as fields
-from jobs.openai_fields import BodyError, UnknownField
+from jobs.openai_fields import BodyError, UnknownField, UnsupportedField, UnsupportedValue
 
 MAX_ITEMS = 4096
 LOGPROBS = "message.output_text.logprobs"
@@ -101,10 +101,10 @@ def _refuse_unknown(body: Mapping[str, Any]) -> None:
             empty = isinstance(value, dict) and not any(x is not None for x in value.values())
             if value is None or value in NEUTRAL[name] or (name == "reasoning" and empty):
                 continue
-            raise BodyError(name, f"{name} is not supported yet")
+            raise fields.unsupported(name, value, NEUTRAL[name])
         if name in REFUSED:
             if value is not None:
-                raise BodyError(name, f"{name} is not supported yet")
+                raise UnsupportedField(name, f"{name} is not supported yet")
             continue
         name = name[: fields.MAX_SHOWN]
         raise UnknownField(name, f"{name} is not a field of /v1/responses")
@@ -113,7 +113,7 @@ def _refuse_unknown(body: Mapping[str, Any]) -> None:
 def _text(value: object) -> dict[str, Any]:
     text = fields.record("text", value, ("format", "verbosity"))
     if text.get("verbosity", "medium") != "medium":
-        raise BodyError("text.verbosity", "text.verbosity is not supported yet")
+        raise fields.unsupported("text.verbosity", text["verbosity"], ("medium",))
     form = text.get("format")
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return {} if form is None else {"response_format": form}
@@ -139,14 +139,14 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
 def _deeper(path: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BodyError(path, f"{path} must be an object, got {fields.kind(value)}")
-    fields.one_of(f"{path}.type", value.get("type"), ("function",))
+    fields.kind_of(f"{path}.type", value.get("type"), ("function",))
     return {"type": "function", "function": {n: v for n, v in value.items() if n != "type"}}
 
 
 def _logprobs(given: Mapping[str, Any]) -> dict[str, Any]:
     include = fields.list_of_texts("include", given.get("include", []))
     for i, each in enumerate(include):
-        fields.one_of(f"include[{i}]", each, (LOGPROBS,))
+        fields.kind_of(f"include[{i}]", each, (LOGPROBS,))
     chat: dict[str, Any] = {}
     if include:
         chat["logprobs"] = True
@@ -204,7 +204,8 @@ def _item(path: str, value: object) -> dict[str, Any]:
     kind = value.get("type", "message" if "role" in value else None)
     if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
         shown, known = fields.shown(kind), ", ".join(_ITEM_FIELDS)
-        raise BodyError(f"{path}.type", f"{path}.type must be one of {known}, got {shown}")
+        refusal = UnsupportedValue if isinstance(kind, str) else BodyError
+        raise refusal(f"{path}.type", f"{path}.type must be one of {known}, got {shown}")
     item = fields.record(path, value, (*_ITEM_FIELDS[kind], "type", "id", "status"))
     for name, read in _ITEM_FIELDS[kind].items():
         if name in item:
@@ -225,8 +226,10 @@ def _content(path: str, value: object) -> None:
         raise BodyError(path, f"{path} must be a string or a list of parts")
     for i, part in enumerate(value):
         at = f"{path}[{i}]"
+        if isinstance(part, dict):  # first: a part of another type has other fields
+            fields.kind_of(f"{at}.type", part.get("type"), tuple(PARTS))
         read = fields.record(at, part, PART_FIELDS)
-        kind = fields.one_of(f"{at}.type", read.get("type"), tuple(PARTS))
+        kind = read["type"]
         fields.text(f"{at}.{PARTS[kind]}", read.get(PARTS[kind]))
 
 

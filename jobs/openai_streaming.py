@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jobs import openai_fields as fields
 from jobs import openai_tools
-from jobs.openai_fields import BodyError
+from jobs.openai_fields import BodyError, UnsupportedValue
 from jobs.streams import Piece, Run, whole
 
 # of a whole prompt, which is known before the first token: who wants it can wait
@@ -20,7 +20,7 @@ def check(given: Mapping[str, Any], *, streams: bool) -> None:
     """Raises BodyError."""
     stream = fields.boolean("stream", given.get("stream", False))
     if stream and not streams:
-        raise BodyError("stream", "stream is not supported for jobs: poll or wait for one")
+        raise UnsupportedValue("stream", "stream is not supported for jobs: poll or wait for one")
     options = fields.record(
         "stream_options",
         given.get("stream_options", {}),
@@ -31,10 +31,10 @@ def check(given: Mapping[str, Any], *, streams: bool) -> None:
     fields.boolean("stream_options.include_usage", options.get("include_usage", False))
     name = "stream_options.include_obfuscation"
     if fields.boolean(name, options.get("include_obfuscation", False)):
-        raise BodyError(name, f"{name} is not supported yet")
+        raise UnsupportedValue(name, f"{name} is not supported yet")
     for name in _NOT_STREAMED:
         if stream and given.get(name) not in (None, False):
-            raise BodyError(name, f"{name} is not supported with stream")
+            raise UnsupportedValue(name, f"{name} is not supported with stream")
 
 
 class Chunks:

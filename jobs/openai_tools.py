@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs import openai_fields as fields
-from jobs.openai_fields import BodyError
+from jobs.openai_fields import BodyError, UnsupportedField
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION = 8_192  # characters
@@ -79,7 +79,7 @@ def template_variables(value: object) -> dict[str, Any]:
     for name in value:
         if name != "enable_thinking":
             at = f"{path}.{name[: fields.MAX_SHOWN]}"
-            raise BodyError(at, f"{at} is not supported: only enable_thinking is")
+            raise UnsupportedField(at, f"{at} is not supported: only enable_thinking is")
     return {
         name: fields.boolean(f"{path}.{name}", each)
         for name, each in value.items()
@@ -127,8 +127,9 @@ def _tools(value: object) -> list[dict[str, Any]]:
     names: set[str] = set()
     for i, each in enumerate(value):
         path = f"tools[{i}]"
+        if isinstance(each, dict):
+            fields.kind_of(f"{path}.type", each.get("type"), ("function",))
         tool = fields.record(path, each, ("type", "function"))
-        fields.one_of(f"{path}.type", tool.get("type"), ("function",))
         function = _function(f"{path}.function", tool.get("function"))
         if function["name"] in names:
             at = f"{path}.function.name"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.door import checked_params
+from engine.parameter_error import ContextTooLong
 from engine.reply import MAX_CALLS, PLAIN, Reply, ReplyForm, num_reasoning_tokens, parse_reply
 from engine.sampling_params import MAX_N, ParameterError
 from engine.tokenizer import Tokenizer
@@ -96,7 +97,9 @@ def prepare(
     except (BodyError, ParameterError) as error:
         named = isinstance(error, BodyError)
         raise Refusal(
-            ErrorCode.INVALID_REQUEST,
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED
+            if isinstance(error, ContextTooLong)
+            else ErrorCode.INVALID_REQUEST,
             str(error),
             param=error.param if named else openai.field_of(url, body, error.param),
             prompt_tokens=len(token_ids),

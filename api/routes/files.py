@@ -167,6 +167,7 @@ def _ttl_s(received: Upload, default: float) -> float:
         raise BadRequest(
             f"purpose must be batch, others are not supported; got {fields['purpose'][:80]!r}",
             param="purpose",
+            code="unsupported_value",
         )
     if _ANCHOR not in fields and _SECONDS not in fields:
         return default

@@ -168,6 +168,7 @@ async def rotate_secret(
         raise BadRequest(
             "keep_old_secret_active_for_24_hours is not supported: the old secret ends at once",
             param="keep_old_secret_active_for_24_hours",
+            code="unsupported_value",
         )
     changes = {"secret": webhooks.new_secret()}
     endpoint = await _write(

@@ -208,7 +208,7 @@ JUNK = [
 ]  # fmt: skip
 
 
-REFUSALS = {"invalid_request", "exceeds_capacity"}
+REFUSALS = {"invalid_request", "context_length_exceeded", "exceeds_capacity"}
 
 
 def _odd_rows(storm: Storm) -> list[Row]:

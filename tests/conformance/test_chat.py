@@ -136,6 +136,44 @@ def test_what_is_not_supported_is_refused_by_name(chat, field):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(**{field: REFUSED[field]})
     assert refused.value.param == field
+    whole = {"audio", "prediction", "reasoning_effort", "verbosity", "web_search_options",
+             "prompt_cache_retention"}  # fmt: skip
+    code = "unsupported_parameter" if field in whole else "unsupported_value"
+    assert refused.value.code == code
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+DEEPER = [
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [PICTURE]}]},
+        "messages[0].content[0]",
+    ),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}},
+     "stream_options.include_obfuscation"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), DEEPER)
+def test_what_is_not_supported_deeper_inside_is_told_alike(chat, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(**fields)
+    assert (refused.value.param, refused.value.code) == (param, "unsupported_value")
+
+
+TOO_LONG = [
+    ({"max_tokens": 10**7}, "max_tokens"),
+    ({"max_completion_tokens": 10**7}, "max_completion_tokens"),
+    ({"content": "a b " * 20_000}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), TOO_LONG)
+def test_more_tokens_than_the_model_takes_have_a_code(chat, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(**fields)
+    assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
 
 def test_roles_and_parts_of_content_are_read(chat):

@@ -44,7 +44,18 @@ REFUSED = {"best_of": 3, "suffix": "end"}
 def test_what_is_not_supported_is_refused_by_name(complete, field):
     with pytest.raises(openai.BadRequestError) as refused:
         complete(**{field: REFUSED[field]})
-    assert refused.value.param == field
+    assert (refused.value.param, refused.value.code) == (field, "unsupported_value")
+
+
+TOO_LONG = [({"max_tokens": 10**7}, "max_tokens"), ({"prompt": [5] * 40_000}, "prompt"),
+            ({"prompt": ["x", "a b " * 20_000]}, "prompt[1]")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "param"), TOO_LONG)
+def test_more_tokens_than_the_model_takes_have_a_code(complete, values, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(**values)
+    assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
 
 def test_models_are_listed_and_found(client, model):

@@ -129,6 +129,34 @@ def test_what_is_not_supported_is_refused_by_name(respond, field):
         respond(**{field: REFUSED[field]})
     expected = "surprise" if field == "extra_body" else field
     assert refused.value.param.startswith(expected)
+    if field == "extra_body":
+        assert refused.value.code == "unknown_field"
+    elif field in ("conversation", "prompt", "max_tool_calls", "context_management"):
+        assert refused.value.code == "unsupported_parameter"
+    else:
+        assert refused.value.code == "unsupported_value"
+
+
+def test_a_part_that_is_no_text_is_refused_by_its_type(respond):
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,", "detail": "auto"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(input=[{"role": "user", "content": [picture]}])
+    assert (refused.value.param, refused.value.code) == (
+        "input[0].content[0].type", "unsupported_value",
+    )  # fmt: skip
+
+
+TOO_LONG = [
+    ({"max_output_tokens": 10**7}, "max_output_tokens"),
+    ({"input": "a b " * 20_000}, "input"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), TOO_LONG)
+def test_more_tokens_than_the_model_takes_have_a_code(respond, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(**fields)
+    assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
 
 def test_it_is_found_again_and_gone_once_deleted(client, respond):

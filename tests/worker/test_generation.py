@@ -80,6 +80,9 @@ def test_a_form_reaches_the_engine_with_the_field_it_came_in(prepared):
     assert form.structured_outputs.text == "a+"
 
 
+TOO_LONG = ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
 @pytest.mark.parametrize(
     ("url", "body", "code", "param"),
     [
@@ -87,14 +90,14 @@ def test_a_form_reaches_the_engine_with_the_field_it_came_in(prepared):
         (COMPLETIONS, {"prompt": ""}, ErrorCode.INVALID_REQUEST, "prompt"),
         (COMPLETIONS, {"prompt": [384]}, ErrorCode.INVALID_REQUEST, "prompt"),
         (COMPLETIONS, {"prompt": "x", "n": 0}, ErrorCode.INVALID_REQUEST, "n"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 512}, ErrorCode.INVALID_REQUEST, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 512}, TOO_LONG, "max_tokens"),
         (CHAT, {"messages": []}, ErrorCode.INVALID_REQUEST, "messages"),
-        (CHAT, {"messages": LONG}, ErrorCode.INVALID_REQUEST, "messages"),
-        (CHAT, {"messages": HELLO, "max_tokens": 512}, ErrorCode.INVALID_REQUEST, "max_tokens"),
+        (CHAT, {"messages": LONG}, TOO_LONG, "messages"),
+        (CHAT, {"messages": HELLO, "max_tokens": 512}, TOO_LONG, "max_tokens"),
         (
             CHAT,
             {"messages": HELLO, "max_completion_tokens": 512},
-            ErrorCode.INVALID_REQUEST,
+            TOO_LONG,
             "max_completion_tokens",
         ),
         (

@@ -127,7 +127,7 @@ def test_a_chat_is_answered_in_its_endpoints_shape(service):
     [
         ({"temperature": 3}, "invalid_request", "temperature"),
         ({"prompt": [5, 400]}, "invalid_request", "prompt"),
-        ({"max_tokens": 20_000}, "invalid_request", "max_tokens"),
+        ({"max_tokens": 20_000}, "context_length_exceeded", "max_tokens"),
         ({"prompt": [5] * 15_950, "max_tokens": 100}, "exceeds_capacity", "max_tokens"),
     ],
 )
