@@ -3,11 +3,13 @@
     python -m bench.batch_rows ingest --rows 1000000              # file to rows to files, no engine
     python -m bench.batch_rows ingest --rows 1000000 --postgres
     python -m bench.batch_rows run --rows 100000 --model DIR --kill-every 30
+    python -m bench.batch_rows run --rows 100000 --model DIR --postgres
 
 `ingest` turns the product's own keeper by hand and ends the rows with one statement. `run` starts
-`tokenmill up`, kills -9 its engine, worker, API or Valkey in turn, and checks at the end that
-results and errors are the inputs, in order, with exact ids, and each text that of a job which ran
-undisturbed. Prints one JSON object. Any row that is wrong ends it with a word and status 1.
+`tokenmill up`, kills -9 its engine, worker, API, Valkey or a session of PostgreSQL (which takes all
+of its sessions along) in turn, and checks at the end that results and errors are the inputs, in
+order, with exact ids, and each text that of a job which ran undisturbed. Prints one JSON object.
+Any row that is wrong ends it with a word and status 1.
 """
 
 import argparse
@@ -16,22 +18,22 @@ import itertools
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
-from sqlalchemy import Row, select, update
+from sqlalchemy import Row, select, text, update
 
 import migrations
 from bench.service import MODEL, REPOSITORY, START_TIMEOUT_S
+from bench.watch import SAMPLE_S, SESSION, Watch, stretches
+from cli import env_file
 from cli.addresses import free_port
 from cli.batch_client import ENDED, BatchClient
 from cli.client import ClientError
@@ -43,17 +45,12 @@ from jobs.files import FileRecord
 from jobs.lifecycle import JobState
 from jobs.models import batches as batch_table
 from jobs.models import jobs
-from jobs.settings import ModelEntry, Settings
+from jobs.settings import ModelEntry, Settings, variable
 from jobs.tenants import DEFAULT_TENANT
 from worker.batch_keeper import BatchKeeper
 
 ENDPOINT = "/v1/completions"
 KINDS = 97  # different rows: each has an oracle
-SAMPLE_S = 1.0
-PARTS = {
-    "engine": "worker.engine_process", "worker": "main worker", "api": "main api",
-    "valkey": "valkey-server", "up": "main up",
-}  # fmt: skip
 
 
 def row(number: int, max_tokens: int) -> dict[str, Any]:
@@ -73,12 +70,13 @@ def lines(num_rows: int, max_tokens: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def database_url(postgres: bool, folder: Path) -> Iterator[str]:
+def deployed(postgres: bool, folder: Path) -> Iterator[tuple[str, int | None]]:
+    """A database's URL, and the process of its server."""
     if not postgres:
-        yield f"sqlite:///{folder}/tokenmill.db"
+        yield f"sqlite:///{folder}/tokenmill.db", None
         return
     with Postgres() as server:
-        yield server.url
+        yield server.url, server.pid
 
 
 # -- without an engine
@@ -87,7 +85,7 @@ def database_url(postgres: bool, folder: Path) -> Iterator[str]:
 def ingest(options: argparse.Namespace) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder,
-        database_url(options.postgres, Path(folder)) as url,
+        deployed(options.postgres, Path(folder)) as (url, _),
     ):
         migrations.upgrade(url)
         settings = Settings(
@@ -161,7 +159,11 @@ def _ingest(
         "database": "postgres" if options.postgres else "sqlite",
         "input_bytes": input_bytes,
         "output_bytes": Path(folder, "files", record.output_file_id).stat().st_size,
-        "database_bytes": sum(each.stat().st_size for each in folder.glob("tokenmill.db*")),
+        "database_bytes": _database_bytes(database, folder),
+        "seconds": {
+            name: round(seconds["wall_s"], 1)
+            for name, seconds in {"read": read, "insert": insert, "export": export}.items()
+        },
         "rows_per_s": {
             name: {clock: round(num / seconds[f"{clock}_s"]) for clock in ("wall", "cpu")}
             for name, seconds in {
@@ -176,6 +178,15 @@ def _ingest(
             "all": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         },
     }
+
+
+def _database_bytes(database: Database, folder: Path) -> int:
+    files = list(folder.glob("tokenmill.db*"))
+    if files:
+        return sum(each.stat().st_size for each in files)
+    with database.read() as connection:
+        query = text("SELECT pg_database_size(current_database())")
+        return int(connection.execute(query).scalar_one())
 
 
 def _end_all(database: Database, batch_id: str, output_bytes: int) -> None:
@@ -199,49 +210,10 @@ def _end_all(database: Database, batch_id: str, output_bytes: int) -> None:
 # -- with one, and with kills
 
 
-class Watch:
-    """Memory and processor time of each part of the service, dead ones' too."""
-
-    def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
-        self._cpu_s: dict[tuple[str, int], float] = {}
-        self.rss_mb: dict[str, list[float]] = defaultdict(list)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def part(self, name: str) -> psutil.Process | None:
-        for process in [self._root, *self._root.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                if PARTS[name] in " ".join(process.cmdline()):
-                    return process
-        return None
-
-    def cpu_s(self) -> dict[str, float]:
-        total: dict[str, float] = defaultdict(float)
-        for (name, _), seconds in self._cpu_s.items():
-            total[name] += seconds
-        return dict(total)
-
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            for name in PARTS:
-                if (process := self.part(name)) is None:
-                    continue
-                with contextlib.suppress(psutil.Error):
-                    used = process.cpu_times()
-                    self._cpu_s[name, process.pid] = used.user + used.system
-                    self.rss_mb[name].append(process.memory_info().rss / 2**20)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder,
-        database_url(options.postgres, Path(folder)) as url,
+        deployed(options.postgres, Path(folder)) as (url, server_pid),
     ):
         migrations.upgrade(url)
         port, log = free_port(), Path(folder, "up.log")
@@ -259,7 +231,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             with BatchClient(f"http://127.0.0.1:{port}") as client:
                 _wait(client, process)
-                return _run(options, client, process.pid, Path(folder))
+                watch = Watch(process.pid, _redis_url(Path(folder, "data")), server_pid)
+                return _run(options, client, watch, Path(folder))
         except BaseException:
             print(log.read_text("utf-8", "replace")[-3000:], file=sys.stderr)
             raise
@@ -278,8 +251,16 @@ def _wait(client: BatchClient, process: subprocess.Popen[bytes]) -> None:
     sys.exit("the service did not start")
 
 
+def _redis_url(data_dir: Path) -> str:
+    for each in (data_dir / env_file.NAME).read_text().splitlines():
+        name, _, value = each.partition("=")
+        if name == variable("redis_url"):
+            return shlex.split(value)[0]
+    raise AssertionError("the service names its Redis")
+
+
 def _run(
-    options: argparse.Namespace, client: BatchClient, pid: int, folder: Path
+    options: argparse.Namespace, client: BatchClient, watch: Watch, folder: Path
 ) -> dict[str, Any]:
     oracle = [
         client.answer(ENDPOINT, row(kind, options.max_tokens)["body"])["choices"][0]["text"]
@@ -288,13 +269,13 @@ def _run(
     path = folder / "rows.jsonl"
     with path.open("wb") as file:
         file.writelines(lines(options.rows, options.max_tokens))
-    watch = Watch(pid)
     time.sleep(3 * SAMPLE_S)  # what they used until now is not the batch's
     before, kills = watch.cpu_s(), []
     started = time.monotonic()
     batch_id = client.create(client.upload(path), ENDPOINT, key="bench")["id"]
     ingest_s, kill_at = None, started + options.kill_every
-    victims = itertools.cycle(options.victims.split(","))
+    names = options.victims.split(",") + ([SESSION] if options.postgres else [])
+    victims = itertools.cycle(names)
     while True:
         batch = client.batch(batch_id)
         assert batch is not None
@@ -303,8 +284,8 @@ def _run(
             ingest_s = now - started
         if batch["status"] in ENDED:
             break
-        if options.kill_every and now >= kill_at and (found := watch.part(next(victims))):
-            kills.append(next(name for name in PARTS if PARTS[name] in " ".join(found.cmdline())))
+        if options.kill_every and now >= kill_at and (found := watch.part(name := next(victims))):
+            kills.append(f"{now - started:.0f} s: {name}")
             found.kill()
             kill_at = now + options.kill_every
         time.sleep(1.0)
@@ -323,15 +304,12 @@ def _run(
         "kills": kills,
         "cpu_ms_per_row": {k: round(1000 * v / options.rows, 3) for k, v in used.items()},
         "overhead_ms_per_row": round(1000 * beside / options.rows, 3),
-        "rss_mb": {name: _quarters(values) for name, values in watch.rss_mb.items()},
+        "input_bytes": path.stat().st_size,
+        "failures": batch["progress"]["failures"],
+        "rss_mb": {name: stretches(values) for name, values in watch.rss_mb.items()},
+        "redis_used_kb": stretches(watch.redis_kb),
         "checked": "results + errors = inputs, in order, ids exact, each text its oracle's",
     }
-
-
-def _quarters(values: list[float]) -> list[int]:
-    """The most in each quarter of the run: flat, if the last is no more than the one before."""
-    size = max(1, -(-len(values) // 4))
-    return [round(max(values[start : start + size])) for start in range(0, len(values), size)]
 
 
 def _check(

@@ -25,6 +25,7 @@ DETAILS = {
     "model": pa.string(), "model_fingerprint": pa.string(), "parameters": pa.string(),
     "seed": pa.int64(), "finish_reason": pa.string(), "flags": pa.list_(pa.string()),
     "prompt_tokens": pa.int64(), "completion_tokens": pa.int64(), "cached_tokens": pa.int64(),
+    "saved_tokens": pa.int64(),
     "queue_s": pa.float64(), "ttft_s": pa.float64(), "tpot_s": pa.float64(),
     "total_s": pa.float64(),
 }  # fmt: skip

@@ -1,13 +1,13 @@
 """What is asked in a later round: the row again, with a new seed, or with the error before it."""
 
-from bulk.requests import Asked, Requests, seed_of
+from bulk.requests import Asked, Requests
 from bulk.spec import Spec
 from bulk.state import State, Try
 
 
 def asked(spec: Spec, requests: Requests, state: State, each: Try) -> Asked:
     """The same each time it is made: the answer that was refused stands in the state."""
-    seed = seed_of(spec.seed, each.row, each.sample, each.round)
+    seed = requests.seed(each.values, each.row, each.sample, each.round)
     first = requests.of(each.values, seed=seed)
     if not each.round or spec.repair.how != "show_error":
         return first

@@ -60,6 +60,14 @@ class Requests:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
         return Asked(spec.endpoint, {**body, "messages": messages})
 
+    def seed(self, values: Mapping[str, Any], row: int, sample: int, round_: int) -> int:
+        """Of a try. Where equal rows are to be generated once, what is asked stands for the row."""
+        place: int | str = row
+        if self._spec.dedupe:
+            body = json.dumps(self.of(values, seed=0).body, sort_keys=True)
+            place = hashlib.sha256(body.encode(errors="surrogatepass")).hexdigest()
+        return seed_of(self._spec.seed, place, sample, round_)
+
     def objection(self, values: Mapping[str, Any], *, error: str, output: str) -> str:
         """What is said to the model of an answer that was refused. Raises InputError."""
         return self._repair.render({**values, "error": error, "output": output})
@@ -95,7 +103,7 @@ def text_of(choice: Mapping[str, Any]) -> str:
     return (text or "").encode(errors="surrogatepass").decode(errors="replace")
 
 
-def seed_of(spec_seed: int, row: int, sample: int, round_: int) -> int:
+def seed_of(spec_seed: int, row: int | str, sample: int, round_: int) -> int:
     """In [0, 2**63): the same for the same place in a dataset of the same seed."""
     text = f"{spec_seed} {row} {sample} {round_}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1

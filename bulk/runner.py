@@ -19,7 +19,7 @@ from bulk import repair
 from bulk.errors import DatasetError, InputError, SpecError
 from bulk.inputs import Row, Source, row_bytes
 from bulk.judge import Judge, flags_of
-from bulk.requests import Requests, seed_of, text_of
+from bulk.requests import Requests, text_of
 from bulk.spec import Spec
 from bulk.state import OpenBatch, Result, State, Try, failures
 
@@ -61,6 +61,7 @@ class Progress:
     repaired: int = 0  # tries that another one followed
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    saved_tokens: int = 0  # of tries that took what another one's answer was
     answered: int = 0  # by the service, and not looked at: one before them has not ended
 
     @property
@@ -151,6 +152,7 @@ class Runner:
             progress.repaired += num if state == "redone" else 0
             progress.prompt_tokens += prompt_tokens
             progress.completion_tokens += completion_tokens
+        progress.saved_tokens = self._state.saved_tokens() if self._spec.dedupe else 0
 
     def _tell(self, total: int | None = None) -> None:
         if total is not None:
@@ -218,6 +220,7 @@ class Runner:
             left = self._limits()  # nothing is left where a run before this one spent it
             fields = {
                 "priority": self._spec.priority,
+                **({"dedupe": True} if self._spec.dedupe else {}),
                 **({"deadline_s": 1} if left is None else left),
             }
             self._state.note(**{fact: fields})
@@ -316,6 +319,7 @@ class Runner:
             progress.failed[result.kind or result.state] += 1
         progress.prompt_tokens += result.prompt_tokens
         progress.completion_tokens += result.completion_tokens
+        progress.saved_tokens += result.details.get("saved_tokens", 0)
 
     def _unheard(
         self, batch: OpenBatch, heard: set[tuple[int, int, int]], status: str
@@ -341,8 +345,10 @@ class Runner:
     def _result(self, line: dict[str, Any]) -> Result:
         row, sample, round_ = map(int, line["custom_id"].split("-"))
         asked = self._state.try_of(row, sample, round_)
-        seed = seed_of(self._spec.seed, row, sample, round_)
+        seed = self._requests.seed(asked.values, row, sample, round_)
         details = {"seed": seed, "attempt": line.get("attempt"), **(line.get("timings") or {})}
+        if line.get("saved_tokens") is not None:
+            details["saved_tokens"] = line["saved_tokens"]
         response, error = line["response"], line["error"]
         if error is not None or response["status_code"] != 200:
             error = error or response["body"]["error"]
@@ -366,8 +372,9 @@ class Runner:
         if fault is not None:
             state = "redone" if asked.rounds_left else "invalid"
         kind, reason = fault or (None, None)
+        spent = dict.fromkeys(COUNTS, 0) if "saved_tokens" in details else usage
         return Result(
             row=asked.row, sample=asked.sample, round=asked.round, state=state, kind=kind,
-            reason=reason, output=text, details=details, prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
+            reason=reason, output=text, details=details, prompt_tokens=spent["prompt_tokens"],
+            completion_tokens=spent["completion_tokens"],
         )  # fmt: skip

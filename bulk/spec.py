@@ -96,6 +96,7 @@ class Spec(_Strict, frozen=True):
     repair: Repair = Repair()
     limits: Limits = Limits()
     priority: Annotated[int, Meta(ge=-10, le=10)] = -5
+    dedupe: bool = False  # rows that ask for the same are generated once
 
 
 def read_spec(path: Path) -> Spec:

@@ -256,6 +256,14 @@ class State:
         )
         return {(row[0], row[1], row[2]): row[3:] for row in self._db.execute(query)}
 
+    def saved_tokens(self) -> int:
+        """Of tries that took the answer of another."""
+        query = (
+            "SELECT coalesce(sum(json_extract(details, '$.saved_tokens')), 0) FROM tries"
+            " WHERE details LIKE '%\"saved_tokens\"%'"
+        )
+        return int(self._db.execute(query).fetchone()[0])
+
     def is_settled(self, first: int, end: int) -> bool:
         """Whether no sample of these rows is open."""
         query = (

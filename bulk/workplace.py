@@ -28,6 +28,11 @@ from bulk.state import State, failures
 
 HIDDEN = ".tokenmill"
 MANIFEST = "manifest.json"
+SEEDS = "sha256 of '{seed} {row} {sample} {round}', its first 63 bits"
+SEEDS_OF_SAME = (
+    "sha256 of '{seed} {request} {sample} {round}', its first 63 bits; request: sha256 of what is "
+    "asked for the row with seed 0, as JSON with sorted keys"
+)
 
 
 class Workplace:
@@ -106,7 +111,7 @@ class Workplace:
             "spec_sha256": digest(self.spec),
             "inputs": state.fact("inputs"),
             "model": state.fact("model"),
-            "seeds": "sha256 of '{seed} {row} {sample} {round}', its first 63 bits",
+            "seeds": SEEDS_OF_SAME if self.spec.dedupe else SEEDS,
             "versions": {
                 "tokenmill": version("tokenmill"), "python": platform.python_version(),
                 "pyarrow": pa.__version__,
@@ -119,6 +124,7 @@ class Workplace:
             "tokens": {
                 "prompt": sum(each[1] for each in counts.values()),
                 "completion": sum(each[2] for each in counts.values()),
+                "saved": state.saved_tokens() if self.spec.dedupe else 0,
             },
             "shards": list(state.shards().values()),
             "rejects": {"name": REJECTS, "rows": num_rejects},

@@ -15,7 +15,7 @@ from bulk import hub, repair
 from bulk.errors import DatasetError
 from bulk.inputs import find_source
 from bulk.outputs import Outputs
-from bulk.requests import Requests, seed_of, text_of
+from bulk.requests import Requests, text_of
 from bulk.runner import Runner
 from bulk.spec import read_spec
 from bulk.state import State
@@ -70,7 +70,7 @@ def check(spec_path: Path) -> None:
         for row in source.rows():
             requests.check(row)
             if row.number == 0:
-                first = requests.of(row.values, seed=seed_of(spec.seed, 0, 0, 0))
+                first = requests.of(row.values, seed=requests.seed(row.values, 0, 0, 0))
                 click.echo(json.dumps(first.body, ensure_ascii=False, indent=2))
             num_rows += 1
     click.echo(f"{num_rows} rows, {num_rows * spec.samples} to be generated", err=True)
@@ -115,6 +115,7 @@ def status(spec_path: Path, as_json: bool) -> None:
             "delivered": progress.delivered, "not_delivered": dict(progress.failed),
             "asked_again": progress.repaired, "prompt_tokens": progress.prompt_tokens,
             "completion_tokens": progress.completion_tokens,
+            "saved_tokens": progress.saved_tokens,
             "shards": [shard["name"] for shard in state.shards().values()],
         }  # fmt: skip
     if as_json:

@@ -51,6 +51,8 @@ def said(progress: Progress, pace: Pace) -> str:
     parts = []
     if progress.completion_tokens:
         parts.append(f"{progress.completion_tokens:,} tokens out")
+    if progress.saved_tokens:
+        parts.append(f"{progress.saved_tokens:,} saved")
     if (tokens_per_s := pace.tokens_per_s()) is not None:
         parts.append(f"{tokens_per_s:,.0f} tokens/s")
     if (left_s := pace.left_s(progress.total - progress.done - progress.answered)) is not None:
@@ -73,4 +75,6 @@ def summary(manifest: dict[str, Any]) -> str:
     for kind, num in sorted(manifest["not_delivered"].items()):
         text += f", {num} not ({kind})"
     left = samples["planned"] + samples["asked"]
+    if saved := manifest["tokens"]["saved"]:
+        text += f", {saved:,} tokens saved"
     return text + (f", {left} not done" if left else "")

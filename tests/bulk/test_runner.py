@@ -186,6 +186,38 @@ def test_paused_nothing_is_begun_and_cancelled_what_is_done_stays(place, monkeyp
     assert samples["delivered"] + samples["failed"] + samples["planned"] == 20
 
 
+class Sharing(StandIn):
+    """Answers each body once, as a batch does that is created with `dedupe`."""
+
+    def _done(self, line):
+        body = json.dumps(line["body"])
+        earlier = self.seen.setdefault(body, line["custom_id"])
+        done = super()._done(line)
+        return done if earlier == line["custom_id"] else done | {"saved_tokens": 25}
+
+
+@pytest.mark.parametrize("dedupe", [True, False])
+def test_rows_that_are_the_same_are_asked_as_one_and_counted_as_saved(place, dedupe):
+    folder = place(rows=[{"i": i % 3} for i in range(9)], dedupe=dedupe)
+    service = Sharing(lambda body: "x" * 15)
+    service.seen = {}
+    told = []
+    manifest = make(folder, service, told=lambda progress: told.append(progress.saved_tokens))
+    [batch] = service.batches.values()
+    assert batch["fields"].get("dedupe", False) == dedupe
+    assert len(service.seen) == (6 if dedupe else 18)  # of two samples each
+    assert manifest["tokens"] == (
+        {"prompt": 60, "completion": 90, "saved": 300}
+        if dedupe
+        else {"prompt": 180, "completion": 270, "saved": 0}
+    )
+    assert told[-1] == manifest["tokens"]["saved"]
+    saved = [row["generation"]["saved_tokens"] for row in lines(folder)]
+    assert saved == [None] * 6 + [25 if dedupe else None] * 12
+    again = make(folder, service)
+    assert again["tokens"] == manifest["tokens"]
+
+
 def test_limits_are_the_batches_and_what_is_left_of_them(place, monkeypatch):
     monkeypatch.setattr(running, "BATCH_TRIES", 4)
     folder = place(samples=1, limits={"tokens": 150, "error_rate": 0.5, "deadline_s": 1000})

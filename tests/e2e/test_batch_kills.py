@@ -153,3 +153,46 @@ def test_the_sweeper_is_killed_while_it_makes_the_files(tmp_path, tiny_llama_dir
     finally:
         client.close()
         up.end()
+
+
+def test_rows_that_are_the_same_are_answered_alike_whatever_is_killed(tmp_path, tiny_llama_dir):
+    """One that ran when its engine died goes on, and all that wait for it take what it comes to."""
+    settings = {"max_num_seqs": 4, "drain_grace_s": 1}
+    up = start_up(tmp_path, tiny_llama_dir, **settings)
+    client = BatchClient(up.url)
+    bodies = [
+        {"model": "tiny", "prompt": f"kind {kind}", "max_tokens": 100, "ignore_eos": True,
+         **({"seed": kind, "temperature": 0.9} if kind % 2 else {"temperature": 0})}
+        for kind in range(8)
+    ]  # fmt: skip
+    oracle = [client.answer("/v1/completions", body)["choices"][0]["text"] for body in bodies]
+    file = tmp_path / "rows.jsonl"
+    with file.open("w") as lines:
+        for i in range(80):
+            row = {"custom_id": f"row-{i}", "url": "/v1/completions", "body": bodies[i % 8]}
+            lines.write(json.dumps(row) + "\n")
+    try:
+        file_id = client.upload(file)
+        batch_id = client.create(file_id, "/v1/completions", key="same", dedupe=True)["id"]
+        wait_until(lambda: num_done(client, batch_id) > 0, 60)
+        kill(part(up, "worker.engine_process"))
+        wait_until(lambda: num_done(client, batch_id) > 8, 60)
+        tree = up.descendants()
+        kill(up.process)
+        up.process.wait()
+        psutil.wait_procs(tree, 20)
+        client.close()
+        up = start_up(tmp_path, tiny_llama_dir, **settings)
+        client = BatchClient(up.url)
+        batch = ended(client, batch_id, 120)
+        assert batch["request_counts"] == {"total": 80, "completed": 80, "failed": 0}
+        output = content(up.url, batch["output_file_id"])
+        assert [line["custom_id"] for line in output] == [f"row-{i}" for i in range(80)]
+        replies = [line["response"]["body"] for line in output]
+        assert [reply["choices"][0]["text"] for reply in replies] == oracle * 10
+        assert len({reply["id"] for reply in replies}) == 80
+        assert batch["progress"]["saved"]["rows"] == 72
+        assert batch["usage"]["output_tokens"] == 800
+    finally:
+        client.close()
+        up.end()
