@@ -27,12 +27,13 @@ from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_rows import BatchRow
 from jobs.batches import LostBatch
 from jobs.database import Database, transient, trouble
+from jobs.earlier_rows import earlier
 from jobs.events import Channel, Publisher
 from jobs.file_store import FileStore
 from jobs.lines import read_lines
 from jobs.settings import Settings
 from worker.batch_closer import close
-from worker.batch_copies import COPIES, copied, earlier
+from worker.batch_copies import COPIES, copied
 from worker.batch_plan import Plan
 from worker.batch_reader import Reading, add_to, line_at, row_of
 from worker.file_sweeper import FileSweeper
@@ -276,7 +277,8 @@ class BatchKeeper:
         ]
         if not rows:
             copies = places[:COPIES]
-            found = self.read(lambda connection, now: earlier(connection, batch, copies))
+            numbers = [each.previous for each in copies if each.previous is not None]
+            found = self.read(lambda connection, now: earlier(connection, batch, numbers))
             rows = copied(file, batch, copies, found, max_bytes=max_bytes)
         return rows
 

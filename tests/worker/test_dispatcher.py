@@ -222,7 +222,7 @@ def test_a_result_that_was_fenced_out_is_counted_as_waste(world):
     ("body", "code", "param"),
     [
         ({"temperature": -1}, ErrorCode.INVALID_REQUEST, "temperature"),
-        ({"max_tokens": 600}, ErrorCode.INVALID_REQUEST, "max_tokens"),
+        ({"max_tokens": 600}, ErrorCode.CONTEXT_LENGTH_EXCEEDED, "max_tokens"),
         ({"prompt": [1, 384]}, ErrorCode.INVALID_REQUEST, "prompt"),
         ({"nonsense": 1}, ErrorCode.INVALID_REQUEST, "nonsense"),
     ],

@@ -260,7 +260,13 @@ REFUSED = [
         "const may have numbers of at most 15 digits",
     ),
     ("plain", {"tool_choice": "required"}, "tools", "no_tool_format", "shows no format"),
-    ("tagged", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", None, "only"),
+    (
+        "tagged",
+        {"chat_template_kwargs": {"x": 1}},
+        "chat_template_kwargs.x",
+        "unsupported_parameter",
+        "only",
+    ),
     ("tagged", {"tools": [function("a b")]}, "tools[0].function.name", None, "1 to 64"),
 ]
 
