@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from bench.products import SHAPES, by_kernels
-from engine.kernels.cpu.halves import HAS_HALVES
+from engine.kernels.cpu.int16 import HAS_INT16
 from engine.kernels.cpu.pairs import HAS_PAIRS
 
 ROWS = 512
@@ -33,7 +33,7 @@ def limits() -> dict[str, float]:
         "kernel_int8_gops": _kernel_rate(torch.int8),
         "read_gb_per_s": round(much.nbytes / read_ms / 1e6, 1),
     }
-    if HAS_HALVES:
+    if HAS_INT16:
         found["kernel_float16_gflops"] = _kernel_rate(torch.float16, in_pairs=True)
     if HAS_PAIRS:
         found["kernel_bfloat16_gflops"] = _kernel_rate(torch.bfloat16, in_pairs=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.halves import half_words, halve_row, pack_halves
+from engine.kernels.cpu.int16 import int16_row, int16_words, pack_int16
 from engine.kernels.cpu.matmul import Weights, multiply, pack, stored_as
 from engine.kernels.cpu.pairs import pack_pairs, pair_row, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
@@ -35,7 +35,7 @@ def _rounding(dtype: torch.dtype, *, in_pairs: bool) -> tuple[Any, Any, Any] | N
     if not in_pairs:
         return None
     if dtype == torch.float16:
-        return pack_halves, halve_row, half_words
+        return pack_int16, int16_row, int16_words
     return pack_pairs, pair_row, pair_words
 
 

@@ -78,8 +78,9 @@ class Settings:
     dtype: str = _setting(
         "auto",
         "Type in which weights and KV cache are kept; auto is the checkpoint's own, but float32 "
-        "for a CPU's KV cache. A CPU computes in float32; asked for bfloat16 or float16, one that "
-        "multiplies it (AMX, AVX512-BF16; AVX512-FP16) rounds what is multiplied to it.",
+        "for a CPU's KV cache. A CPU computes in float32; asked for bfloat16, one that multiplies "
+        "it (AMX, AVX512-BF16) rounds what is multiplied to it; asked for float16, one with "
+        "AVX512-VNNI to integers of 16 bits with scales.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = _setting(

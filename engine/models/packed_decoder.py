@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.kernels.cpu import MAX_THREADS, stack, step
 from engine.kernels.cpu.attention import tile_function
 from engine.kernels.cpu.attention_plan import AttentionShape, Plan, Sequences, plan_attention
-from engine.kernels.cpu.emit import HALF_PAIRS, PAIRS, PANEL
+from engine.kernels.cpu.emit import PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of
-from engine.kernels.cpu.halves import half_words, pack_halves
+from engine.kernels.cpu.int16 import int16_words, pack_int16
 from engine.kernels.cpu.matmul import KINDS, ROWS_TOGETHER, pack, padded, stored_as
 from engine.kernels.cpu.pairs import BY_AMX, pack_pairs, pair_words
 from engine.kernels.cpu.quantize import pack_int8, quantized_words
@@ -57,7 +57,7 @@ class PackedDecoder:
         block_size: int,  # a multiple of 16
         weight_dtype: torch.dtype,  # float32, float16, bfloat16 or int8: how weights are kept
         in_pairs: bool = False,  # weights in 16 bits: inputs are rounded to that, too
-        kv_in_pairs: bool = False,  # a cache in 16 bits: so are queries and what weighs values
+        kv_in_pairs: bool = False,  # a bfloat16 cache: so are queries and what weighs values
         kv_dtype: torch.dtype,  # likewise keys and values
     ) -> None:
         """Raises a TensorError when the checkpoint and its settings disagree."""
@@ -69,7 +69,7 @@ class PackedDecoder:
         self.rotary, self.local_rotary = rotary_embeddings(s, CPU)
         kv_kind = KINDS[kv_dtype]
         if kv_in_pairs:
-            kv_kind = HALF_PAIRS if kv_dtype == torch.float16 else PAIRS
+            kv_kind = PAIRS
         unit = BLOCK if kv_kind == PAIRS and BY_AMX else PANEL
         head_dim = -(-s.head_dim // unit) * unit
         self.kv_layers = (
@@ -317,12 +317,12 @@ class PackedDecoder:
         if not self._in_pairs:
             return 1
         is_half = self.weight_dtype == torch.float16
-        return int((half_words if is_half else pair_words)(num_inputs))
+        return int((int16_words if is_half else pair_words)(num_inputs))
 
     def _pack(self, weight: Tensor) -> int:
         if self._in_pairs:
             is_half = self.weight_dtype == torch.float16
-            return self._keep((pack_halves if is_half else pack_pairs)(weight))
+            return self._keep((pack_int16 if is_half else pack_pairs)(weight))
         if self.weight_dtype == torch.int8:
             return self._keep(pack_int8(weight))
         return self._keep(pack(weight, self.weight_dtype))

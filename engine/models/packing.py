@@ -24,7 +24,7 @@ class Packing:
     block_size: int  # tokens of a KV block
     weight_dtype: torch.dtype
     in_pairs: bool = False  # weights in 16 bits are multiplied by such, two at a time
-    kv_in_pairs: bool = False  # likewise a KV cache in 16 bits
+    kv_in_pairs: bool = False  # likewise a bfloat16 KV cache
     kv_dtype: torch.dtype
 
 
@@ -59,10 +59,10 @@ def cache_dtype(config: EngineConfig, device: torch.device, computed: torch.dtyp
 
 def _multiplied_in_pairs() -> set[torch.dtype]:
     """Types in 16 bits that this CPU multiplies faster than float32."""
-    from engine.kernels.cpu.halves import HAS_HALVES
+    from engine.kernels.cpu.int16 import HAS_INT16
     from engine.kernels.cpu.pairs import HAS_PAIRS
 
-    each = ((torch.bfloat16, HAS_PAIRS), (torch.float16, HAS_HALVES))
+    each = ((torch.bfloat16, HAS_PAIRS), (torch.float16, HAS_INT16))
     return {dtype for dtype, has_it in each if has_it}
 
 
@@ -89,14 +89,14 @@ def packing_of(
         small = config.quantization == "int8"
         if small:
             kept = torch.int8
-        multiplied = _multiplied_in_pairs()
+        pairs = _multiplied_in_pairs()
         # only where it is asked for: by itself nothing is rounded that the checkpoint is not
         rounded = config.dtype in ("bfloat16", "float16")
         return Packing(
             block_size=config.block_size,
             weight_dtype=kept,
-            in_pairs=rounded and kept in multiplied,
-            kv_in_pairs=(rounded or small) and kv_dtype in multiplied,
+            in_pairs=rounded and kept in pairs,
+            kv_in_pairs=(rounded or small) and kv_dtype == torch.bfloat16 and kv_dtype in pairs,
             kv_dtype=kv_dtype,
         )
     if config.quantization != "none" and device.type == "cpu":

@@ -6,23 +6,14 @@ named, so that sums stay where they are.
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
-from engine.kernels.cpu.emit import I32, I64
-
-binding.initialize_native_asmparser()  # for instructions as text
+from engine.kernels.cpu.emit import I64
 
 TILE_ROWS = 16
 TILE_BYTES = 64  # of a row
 
 _I8 = ir.IntType(8)
-
-
-def room(build: Any, num_bytes: int) -> Any:
-    """The address of memory of the function's own, aligned to a line."""
-    memory = build.alloca(_I8, size=I32(num_bytes))
-    memory.align = 64
-    return build.ptrtoint(memory, I64)
 
 
 def configure(

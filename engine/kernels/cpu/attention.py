@@ -16,7 +16,6 @@ from numba import cfunc, njit, prange
 from numba.core.ccallback import CFunc
 from numba.np.numpy_support import carray
 
-from engine.kernels.cpu.attention_halves import halve_query
 from engine.kernels.cpu.attention_pairs import pairs_function, round_query
 from engine.kernels.cpu.attention_plan import (
     AHEAD,
@@ -40,9 +39,8 @@ from engine.kernels.cpu.attention_plan import (
     STRETCH,
     seen_panels,
 )
-from engine.kernels.cpu.emit import HALF_PAIRS, INT8, PAIRS, PANEL, WIDTH
+from engine.kernels.cpu.emit import INT8, PAIRS, PANEL, WIDTH
 from engine.kernels.cpu.functions import call_function
-from engine.kernels.cpu.halves import half_words
 from engine.kernels.cpu.kv_blocks import key_panel_at, values_after_keys
 from engine.kernels.cpu.tiles import (
     FEW_ROWS,
@@ -82,7 +80,7 @@ class Scratch(NamedTuple):
 
     queries: np.ndarray  # [MAX_ITEM_ROWS, D]
     totals: np.ndarray  # [MAX_ITEM_ROWS, D + 2] of each row its values, peak and sum so far
-    scores: np.ndarray  # [ROWS × STRETCH], and of pairs a piece of values
+    scores: np.ndarray  # [ROWS × STRETCH], and of PAIRS a piece of values
     parts: np.ndarray  # [ROWS, D + 2] the same over one stretch
 
 
@@ -185,8 +183,8 @@ def weigh_values(weights, panels, values_at, num_keys, rows, head_dim, kv_bytes,
 @functools.cache
 def tile_function(kind: int) -> CFunc:
     """How some rows attend to a stretch of keys, for a cache that stores numbers so."""
-    if kind in (PAIRS, HALF_PAIRS):
-        return pairs_function(kind)
+    if kind == PAIRS:
+        return pairs_function()
 
     @cfunc(
         "int64(" + 9 * "int64, " + "float32, float32, int64, int64)",
@@ -246,12 +244,7 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
     head_dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     scratch, places = cut_up(plan.scratch[worker], head_dim), plan.places[worker]
     panels = plan.panels[worker]
-    totals, kind = scratch.totals, shape.kv_kind
-    query_bytes, at_once = 4 * head_dim, MAX_ROWS
-    if kind == PAIRS:
-        query_bytes, at_once = 2 * head_dim, PAIR_ROWS
-    elif kind == HALF_PAIRS:
-        query_bytes = 4 * half_words(head_dim)
+    totals = scratch.totals
     if item[PARTIAL] >= 0:
         totals = plan.partials[item[PARTIAL] :]
     num_rows = 0
@@ -260,17 +253,16 @@ def attend_item(item, query, out, cache, sequences, shape, scores, plan, worker)
         begin, end = sequences.cu_query_lens[n], sequences.cu_query_lens[n + 1]
         for row in range(first_row, item[END_ROW]):
             token, h = row // group, head * group + row % group
-            source = query[begin + token, h].ctypes.data
-            target = scratch.queries.ctypes.data + query_bytes * num_rows
-            if kind == PAIRS:
-                round_query(source, head_dim, target)
-            elif kind == HALF_PAIRS:
-                halve_query(source, head_dim, target)
+            source, target = query[begin + token, h].ctypes.data, scratch.queries.ctypes.data
+            if shape.kv_kind == PAIRS:
+                round_query(source, head_dim, target + 2 * head_dim * num_rows)
             else:
-                weigh_row(source, np.float32(1.0), target, head_dim)
+                weigh_row(source, np.float32(1.0), target + 4 * head_dim * num_rows, head_dim)
             totals[num_rows, head_dim + 1] = 0.0
             places[num_rows] = sequences.seq_lens[n] - (end - begin) + token
             num_rows += 1
+    is_pairs = shape.kv_kind == PAIRS
+    at_once, query_bytes = PAIR_ROWS if is_pairs else MAX_ROWS, head_dim * (2 if is_pairs else 4)
     n = plan.order[item[FIRST_MEMBER]]  # the others have the same blocks there
     table, begin = sequences.block_tables[n], sequences.cu_query_lens[n]
     for stretch in range(item[FIRST_STRETCH], item[END_STRETCH]):

@@ -8,7 +8,7 @@ from typing import Any
 from numba.extending import intrinsic
 
 from engine.kernels.cpu import amx
-from engine.kernels.cpu.emit import I64, PANEL, loop, prefetch
+from engine.kernels.cpu.emit import I64, PANEL, loop, prefetch, room
 from engine.kernels.cpu.tiles import by_variant, internal_function
 from engine.kernels.cpu.tiles_amx import BLOCK, BLOCK_BYTES, fetch_lines, rows_of_tiles
 
@@ -43,7 +43,7 @@ def _score_function(module: Any, row_tiles: int, _one: int) -> Any:
         rows = rows_of_tiles(build, num_rows, row_tiles)
         shapes = {tile[i]: (rows[i], 64) for tile in (totals, left) for i in range(row_tiles)}
         shapes[right] = (I64(amx.TILE_ROWS), 64)
-        amx.configure(build, amx.room(build, 64), shapes)
+        amx.configure(build, room(build, 64), shapes)
         query_bytes = build.mul(blocks, I64(2 * BLOCK))
         score_bytes = build.mul(lds, I64(4))
         lines = build.mul(blocks, I64(BLOCK_BYTES // 64))
@@ -112,7 +112,7 @@ def _weigh_function(module: Any, row_tiles: int, _one: int) -> Any:
         shapes = {2 * i + j: (rows[i], 64) for i, j in sums}
         shapes |= {left[i]: (rows[i], 2 * PANEL) for i in range(row_tiles)}
         shapes |= {tile: (I64(_PAIR_ROWS), 64) for tile in right}
-        amx.configure(build, amx.room(build, 64), shapes)
+        amx.configure(build, room(build, 64), shapes)
         made_bytes, pair_bytes = build.mul(ldm, I64(4)), build.mul(head_dim, I64(4))
 
         def two_panels(part: Any, state: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""How rows attend to a stretch of keys where all that is multiplied is bfloat16, or float16.
+"""How rows attend to a stretch of keys where all that is multiplied is bfloat16.
 
 Queries and the softmax's numerators are rounded; scores, their sums and what is made are float32.
-bfloat16 by AMX where there is such, else by AVX-512's products of pairs.
+By AMX where there is such, else by AVX-512's products of pairs.
 """
 
 import functools
@@ -13,7 +13,6 @@ from numba.np.numpy_support import carray
 
 from engine.kernels.cpu import attention_amx
 from engine.kernels.cpu.amx import TILE_ROWS
-from engine.kernels.cpu.attention_halves import score_half_keys, weigh_half_values
 from engine.kernels.cpu.attention_plan import (
     AHEAD,
     NUM_PANELS,
@@ -21,7 +20,7 @@ from engine.kernels.cpu.attention_plan import (
     STRETCH,
     seen_panels,
 )
-from engine.kernels.cpu.emit import HALF_PAIRS, PAIRS, PANEL, WIDTH
+from engine.kernels.cpu.emit import PAIRS, PANEL, WIDTH
 from engine.kernels.cpu.pairs import BY_AMX, round_vector
 from engine.kernels.cpu.softmax_pairs import softmax_pairs
 from engine.kernels.cpu.tiles import FEW_ROWS, MAX_PANELS, MAX_PANELS_FEW, tile, tile_over
@@ -95,8 +94,8 @@ def _clear(address, count):
 
 
 @functools.cache
-def pairs_function(kind: int) -> CFunc:
-    """`attention.tile_function` of a cache of PAIRS or HALF_PAIRS."""
+def pairs_function() -> CFunc:
+    """`attention.tile_function` of a cache of bfloat16 by pairs."""
 
     @cfunc(
         "int64(" + 9 * "int64, " + "float32, float32, int64, int64)",
@@ -107,7 +106,7 @@ def pairs_function(kind: int) -> CFunc:
         queries, places, rows, base, panels, head_dim, values_at, kv_bytes, window, scale,
         softcap, made, parts,
     ):  # fmt: skip
-        """As `attend_tile`; queries are rounded, and a piece of values is copied beyond `made`."""
+        """As `attend_tile`; queries are bfloat16, and a piece of values is copied beyond `made`."""
         places = carray(as_integers(places), (rows,))
         panels = carray(as_integers(panels), (NUM_PANELS,))
         low, high, end = seen_panels(places, base, window)
@@ -115,9 +114,7 @@ def pairs_function(kind: int) -> CFunc:
             return 0
         first_key = base + PANEL * low
         seen, row_tiles = panels[low:].ctypes.data, 1 if rows <= TILE_ROWS else 2
-        if kind == HALF_PAIRS:
-            score_half_keys(queries, rows, head_dim, panels, low, high, values_at, made)
-        elif BY_AMX:
+        if BY_AMX:
             attention_amx.score_keys(
                 queries, seen, high - low, head_dim // BLOCK, made, STRETCH, AHEAD, values_at, rows,
                 row_tiles, 1,
@@ -134,15 +131,13 @@ def pairs_function(kind: int) -> CFunc:
                 _clear(row, PANEL // 4 * (high - low))
                 _clear(result, 1)
             else:
-                softmax_pairs(row, high - low, first_seen, end_seen, scale, softcap, result, kind)
+                softmax_pairs(row, high - low, first_seen, end_seen, scale, softcap, result)
         last = panels[high - 1]
         if (end - base) % PANEL:
             copy = made + 4 * STRETCH * PAIR_ROWS
             _copy_values(last + values_at, (end - base) % PANEL, head_dim, copy)
             panels[high - 1] = copy - values_at
-        if kind == HALF_PAIRS:
-            weigh_half_values(made, panels, low, high, values_at, rows, head_dim, parts)
-        elif BY_AMX:
+        if BY_AMX:
             attention_amx.weigh_values(
                 made, 4 * STRETCH, seen, values_at, high - low, head_dim, parts, head_dim + 2,
                 AHEAD, rows, row_tiles, 1,

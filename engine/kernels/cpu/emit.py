@@ -6,10 +6,12 @@ Each function adds instructions where a builder stands and returns the value the
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils
 
 from engine.kernels.cpu.machine import FEATURES
+
+binding.initialize_native_asmparser()  # for instructions as text
 
 # lanes: of AVX-512's registers where it is whole, of AVX2's elsewhere; for machines with less,
 # LLVM cuts the vectors up
@@ -20,9 +22,9 @@ NUM_VECTORS = PANEL // WIDTH  # of a tile's row
 
 # how numbers are stored; those in 8 bits have their scales beside them
 FLOAT32, FLOAT16, BFLOAT16, INT8 = 0, 1, 2, 3
-# two rows of a panel side by side, which are multiplied as such: of bfloat16, of float16
-PAIRS, HALF_PAIRS = 4, 5
-ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1, PAIRS: 4}
+# two rows of a panel side by side, which are multiplied as such: of bfloat16, of integers
+PAIRS, INT16 = 4, 5
+ITEM_BYTES = {FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, INT8: 1, PAIRS: 4, INT16: 2}
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, WIDTH)
@@ -37,6 +39,13 @@ def zeros() -> Any:
 
 def row_address(build: Any, address: Any, stride: Any, index: int) -> Any:
     return build.add(address, build.mul(stride, I64(4 * index)))
+
+
+def room(build: Any, num_bytes: int) -> Any:
+    """The address of memory of the function's own, aligned to a line; not cleared."""
+    memory = build.alloca(ir.IntType(8), size=I32(num_bytes))
+    memory.align = 64
+    return build.ptrtoint(memory, I64)
 
 
 def load_one(build: Any, address: Any) -> Any:
@@ -72,6 +81,7 @@ def load_stored(build: Any, address: Any, kind: int, width: int | None) -> Any:
 
     stored = {
         FLOAT32: F32, FLOAT16: ir.HalfType(), BFLOAT16: ir.IntType(16), INT8: ir.IntType(8),
+        INT16: ir.IntType(16),
     }[kind]  # fmt: skip
     loaded = build.load(build.inttoptr(address, of(stored).as_pointer()))
     loaded.align = ITEM_BYTES[kind]
@@ -79,7 +89,7 @@ def load_stored(build: Any, address: Any, kind: int, width: int | None) -> Any:
         return loaded
     if kind == FLOAT16:
         return build.fpext(loaded, of(F32))
-    if kind == INT8:
+    if kind in (INT8, INT16):
         return build.sitofp(loaded, of(F32))
     sixteen = I32(16) if width is None else ir.Constant(of(I32), [16] * width)
     return build.bitcast(build.shl(build.zext(loaded, of(I32)), sixteen), of(F32))

@@ -2,14 +2,14 @@
 
 A block of one head holds its keys, then its values, in pieces of 16 tokens each: of keys they are
 transposed, [D, 16], of values as they are, [16, D]. Both are right-hand sides of tiles, read in
-place. Of 16 bits that are multiplied as pairs these are [D / 2, 16, 2] and [8, D, 2]. Of numbers
+place. Of bfloat16 that are multiplied as pairs these are [D / 2, 16, 2] and [8, D, 2]. Of numbers
 in 8 bits, a piece ends with the 16 float32 that its tokens' are multiplied by.
 """
 
 import numpy as np
 from numba import njit
 
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, HALF_PAIRS, INT8, PAIRS, PANEL
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, PAIRS, PANEL
 from engine.kernels.cpu.vectors import largest_magnitude, store_number
 
 LEVELS = np.float32(127.0)
@@ -61,10 +61,6 @@ def store_token(cache, slot, kv_head, key, value, shape):
         for d in range(dim):
             store_number(key[d], keys + (d // 2 * PANEL + lane) * 4 + d % 2 * 2, 2)
             store_number(value[d], values + (lane // 2 * dim + d) * 4 + lane % 2 * 2, 2)
-    elif shape.kv_kind == HALF_PAIRS:
-        for d in range(dim):
-            store_number(key[d], keys + (d // 2 * PANEL + lane) * 4 + d % 2 * 2, 1)
-            store_number(value[d], values + (lane // 2 * dim + d) * 4 + lane % 2 * 2, 1)
     else:
         scale = PANEL * dim + 4 * lane
         store_int8(key, dim, keys + lane, PANEL, keys + scale)

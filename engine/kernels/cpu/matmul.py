@@ -15,15 +15,14 @@ from numba import cfunc, njit
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, HALF_PAIRS, INT8, PAIRS, PANEL
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, INT16, PAIRS, PANEL
 from engine.kernels.cpu.functions import address_of, call_function
-from engine.kernels.cpu.halves import half_pairs, half_panel_bytes
+from engine.kernels.cpu.int16 import GROUP_PAIRS, int16_panel_bytes, num_groups_of_pairs
 from engine.kernels.cpu.machine import HAS_AMX
 from engine.kernels.cpu.matmul_amx import amx_product_function
 from engine.kernels.cpu.pairs import BY_AMX, num_pairs
 from engine.kernels.cpu.quantize import num_groups
 from engine.kernels.cpu.tiles import MAX_PANELS, MAX_ROWS, tile_by_stretches
-from engine.kernels.cpu.tiles_halves import tile_halves
 from engine.kernels.cpu.tiles_int8 import (
     GROUP,
     GROUP_BYTES,
@@ -31,6 +30,7 @@ from engine.kernels.cpu.tiles_int8 import (
     SIDE_BY_SIDE,
     tile_int8,
 )
+from engine.kernels.cpu.tiles_int16 import tile_int16
 from engine.kernels.cpu.vectors import load_float, silu_mul_panel
 from engine.kernels.cpu.widen import MANY_TILES, MOST_NUMBERS, room_for_panels, widen
 from engine.kernels.cpu.workers import share
@@ -63,7 +63,7 @@ def stored_as(dtype: torch.dtype, *, in_pairs: bool = False) -> Weights:
     """Compiles the function if it is not on disk."""
     kind = KINDS[dtype]
     if in_pairs:
-        kind = HALF_PAIRS if dtype == torch.float16 else PAIRS
+        kind = INT16 if dtype == torch.float16 else PAIRS
     return Weights(kind, address_of(_product_function(kind)))
 
 
@@ -95,8 +95,8 @@ def panel_bytes(num_inputs, kind):
         return num_groups(num_inputs) * GROUP_BYTES
     if kind == PAIRS:
         return PANEL * 4 * num_pairs(num_inputs)
-    if kind == HALF_PAIRS:
-        return half_panel_bytes(num_inputs)
+    if kind == INT16:
+        return int16_panel_bytes(num_inputs)
     return PANEL * num_inputs * (4 if kind == FLOAT32 else 2)
 
 
@@ -107,7 +107,7 @@ def _num_steps(num_inputs, kind):
         return num_groups(num_inputs) * (GROUP // SIDE_BY_SIDE)
     if kind == PAIRS:
         return num_pairs(num_inputs)
-    return half_pairs(num_inputs) if kind == HALF_PAIRS else num_inputs
+    return num_groups_of_pairs(num_inputs) * GROUP_PAIRS if kind == INT16 else num_inputs
 
 
 @functools.cache
@@ -153,10 +153,10 @@ def _product_function(kind: int) -> CFunc:
                     left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
                     following_apart, pace, num_groups(k), rows, num_panels,
                 )  # fmt: skip
-            elif kind == HALF_PAIRS:
-                tile_halves(
+            elif kind == INT16:
+                tile_int16(
                     left, ldx, panel, apart, made, ldy, begin, start_apart, lds, ahead,
-                    following_apart, pace, steps, rows, num_panels,
+                    following_apart, pace, num_groups_of_pairs(k), rows, num_panels,
                 )  # fmt: skip
             elif is_wide:
                 tile_by_stretches(

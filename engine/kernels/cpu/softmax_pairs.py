@@ -1,4 +1,4 @@
-"""The softmax's numerators where they are rounded to bfloat16 or float16."""
+"""The softmax's numerators where they are rounded to bfloat16."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from engine.kernels.cpu.emit import (
     I32,
     I64,
     INTEGERS,
-    PAIRS,
     PANEL,
     VECTOR,
     VECTOR_BYTES,
@@ -35,33 +34,28 @@ from engine.kernels.cpu.pairs import round_to_bfloat16
 NOTHING = float("-inf")  # what the softmax leaves out
 LOG2_E = 1.44269504088896341
 AT_ONCE = 4  # peaks that are found side by side
-# what numerators of float16 are multiplied by: 32 products with its largest do not overflow
-HALF_WEIGHT = 2.0**-5
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def softmax_pairs(
     context: Any,
-    scores: Any,  # address of float32 [16 × num_panels], changed: numerators, in 16 bits
+    scores: Any,  # address of float32 [16 × num_panels], changed: numerators, as bfloat16
     num_panels: Any,
     first: Any,  # scores in [first, end), which has some, are of keys that the query sees
     end: Any,
     scale: Any,  # float32, scores are multiplied by it; not below 0
     softcap: Any,  # float32, then capped; 0: not
     result: Any,  # address of float32 [2], changed: the peak, and the sum of the exponentials
-    kind: Any,  # literal: PAIRS, or HALF_PAIRS, which are multiplied by HALF_WEIGHT
 ) -> Any:
     """exp(score - peak) of one stretch of keys, 0 of those not seen, rounded; their sum is not.
 
     A key that is not seen changes no bit. Powers are within 1e-4 of what they should be, a
-    fortieth of what bfloat16 rounds them by, a fifth of what float16 does.
+    fortieth of what they are rounded by.
     """
-    number = types.float32
-    signature = types.void(*(types.int64,) * 4, number, number, types.int64, kind)
-    of_bfloat16 = kind.literal_value == PAIRS
+    signature = types.void(*(types.int64,) * 4, types.float32, types.float32, types.int64)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        scores, num_panels, first, end, scale, softcap, result, _ = args
+        scores, num_panels, first, end, scale, softcap, result = args
 
         def cap() -> list[Any]:
             _cap_all(build, scores, num_panels, scale, softcap)
@@ -78,7 +72,7 @@ def softmax_pairs(
             score = load(build, _vector_at(build, scores, index), FLOAT32)
             # first the difference, which is 0 at the peak however large scores are
             power = _power_of_two(build, build.fmul(build.fsub(score, wide_highest), factor))
-            rounded = round_to_bfloat16(build, power) if of_bfloat16 else _halves(build, power)
+            rounded = round_to_bfloat16(build, power)
             place = build.add(scores, build.mul(index, I64(VECTOR_BYTES // 2)))
             pointer = build.inttoptr(place, rounded.type.as_pointer())
             build.store(rounded, pointer).align = 2
@@ -90,11 +84,6 @@ def softmax_pairs(
         return _context.get_dummy_value()
 
     return signature, emit
-
-
-def _halves(build: Any, powers: Any) -> Any:
-    scaled = build.fmul(powers, splat(build, F32(HALF_WEIGHT)))
-    return build.fptrunc(scaled, ir.VectorType(ir.HalfType(), WIDTH))
 
 
 def _num_vectors(build: Any, num_panels: Any) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 from numba import njit
 
 from engine.kernels.cpu.attention import Scores, attend
-from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, HALF_PAIRS, INT8, PAIRS, PANEL
-from engine.kernels.cpu.halves import half_weight_at, halve_row
+from engine.kernels.cpu.emit import BFLOAT16, FLOAT16, FLOAT32, INT8, INT16, PAIRS, PANEL
+from engine.kernels.cpu.int16 import int16_row, int16_weight_at
 from engine.kernels.cpu.kv_blocks import store_token
 from engine.kernels.cpu.matmul import Weights, multiply, multiply_gated, panel_bytes
 from engine.kernels.cpu.norms import norm_row
@@ -115,9 +115,9 @@ def embed_token(token_id, table, scale, out, size, kind):
     elif kind == PAIRS:
         for i in range(size):
             out[i] = load_number(panel + (i // 2 * PANEL + lane) * 4 + i % 2 * 2, 2)
-    elif kind == HALF_PAIRS:
+    elif kind == INT16:
         for i in range(size):
-            out[i] = half_weight_at(panel, lane, i, size)
+            out[i] = int16_weight_at(panel, lane, i, size)
     else:
         for i in range(size):
             out[i] = weight_at(panel, lane, i, size)
@@ -132,8 +132,8 @@ def round_row(x, size, out, kind):
         quantize_row(x, size, out)
     elif kind == PAIRS:
         pair_row(x, size, out)
-    elif kind == HALF_PAIRS:
-        halve_row(x, size, out)
+    elif kind == INT16:
+        int16_row(x, size, out)
 
 
 @njit(nogil=True, cache=True)
@@ -161,7 +161,7 @@ def join_share(weight, buffers, num_rows, shape, crew):
 def left_side(rows, num_rows, buffers, shape, crew, phase):
     """What weights of this kind are multiplied by: the rows, or integers; and the next phase."""
     kind = shape.weights.kind
-    if kind not in (INT8, PAIRS, HALF_PAIRS):
+    if kind not in (INT8, PAIRS, INT16):
         return rows, phase
     low, high = share(num_rows, crew)
     for t in range(low, high):
@@ -174,7 +174,7 @@ def left_side(rows, num_rows, buffers, shape, crew, phase):
 def normed(buffers, shape):
     """What `norm_share` has made."""
     kind = shape.weights.kind
-    return buffers.quantized if kind in (INT8, PAIRS, HALF_PAIRS) else buffers.hidden
+    return buffers.quantized if kind in (INT8, PAIRS, INT16) else buffers.hidden
 
 
 @njit(nogil=True, cache=True)

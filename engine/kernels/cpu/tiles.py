@@ -189,6 +189,7 @@ def sum_up(
     state: list[Any],
     num_panels: int,
     how: tuple[Callable[[Any], list[Any]], Callable[[Any], Any], Callable[[Any, Any, Any], Any]],
+    at_once: int = 2,  # steps of the loop's body, where many sums are added to
 ) -> list[Any]:
     """Go through `count` steps of A's columns and B's rows; returns the last state.
 
@@ -217,7 +218,8 @@ def sum_up(
         return [offset_in_a, *at, *ahead, *sums]
 
     num_sums = len(state) - 1 - 2 * num_panels
-    at_once = 4 if num_sums < MANY_SUMS else 2
+    if num_sums < MANY_SUMS:
+        at_once = 4
     whole, rest = build.sdiv(count, I64(at_once)), build.srem(count, I64(at_once))
     state = loop(build, whole, state, lambda _index, x: multiply(at_once, x))
     return loop(build, rest, state, lambda _index, x: multiply(1, x))

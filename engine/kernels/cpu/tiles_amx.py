@@ -24,6 +24,7 @@ from engine.kernels.cpu.emit import (
     load_one,
     loop,
     prefetch,
+    room,
     splat,
     store,
     zeros,
@@ -76,8 +77,8 @@ def _tile_bfloat16_function(module: Any, row_tiles: int, num_panels: int) -> Any
         shapes |= {_FIRST_OF_A + i: (rows[i], amx.TILE_BYTES) for i in range(row_tiles)}
         full = I64(amx.TILE_ROWS), amx.TILE_BYTES
         shapes |= {_FIRST_OF_B + j: full for j in range(num_panels)}
-        amx.configure(build, amx.room(build, 64), shapes)
-        made = amx.room(build, 64 * amx.TILE_ROWS)
+        amx.configure(build, room(build, 64), shapes)
+        made = room(build, 64 * amx.TILE_ROWS)
         right = panel_addresses(build, b, b_apart, num_panels)
         fetched = panel_addresses(build, ahead, ahead_apart, num_panels)
         apart_in_a = build.mul(lda, I64(4))
@@ -206,9 +207,9 @@ def _tile_int8_function(module: Any, _row_tiles: int, num_panels: int) -> Any:
         shapes = dict.fromkeys(range(GROUPS_AT_ONCE), (num_rows, amx.TILE_BYTES))
         shapes |= {_FIRST_OF_A + n: (num_rows, GROUP) for n in range(2)}
         shapes |= {_FIRST_OF_B + n: (I64(GROUP // 4), amx.TILE_BYTES) for n in range(2)}
-        amx.configure(build, amx.room(build, 64), shapes)
-        made = amx.room(build, 64 * amx.TILE_ROWS * GROUPS_AT_ONCE)
-        sums = amx.room(build, 64 * amx.TILE_ROWS)
+        amx.configure(build, room(build, 64), shapes)
+        made = room(build, 64 * amx.TILE_ROWS * GROUPS_AT_ONCE)
+        sums = room(build, 64 * amx.TILE_ROWS)
         apart_in_a, apart_in_c = build.mul(lda, I64(4)), build.mul(ldc, I64(4))
         scales_at = build.mul(groups, I64(GROUP))  # of a row; of a panel it is 16 times that
         fetched = panel_addresses(build, ahead, ahead_apart, num_panels)

@@ -312,17 +312,6 @@ def exp_float(context: Any, x: Any) -> Any:
 
 
 @intrinsic
-def float_bits(context: Any, x: Any) -> Any:
-    """A float32's bits, as int64."""
-    signature = types.int64(types.float32)
-
-    def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
-        return build.zext(build.bitcast(args[0], I32), I64)
-
-    return signature, emit
-
-
-@intrinsic
 def load_float(context: Any, address: Any) -> Any:
     """The float32 at an address."""
     signature = types.float32(types.int64)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from engine.kernels.cpu.attention_plan import Sequences, plan_attention
-from engine.kernels.cpu.halves import HAS_HALVES
 from engine.kernels.cpu.matmul import (
     ROWS_TOGETHER,
     multiply,
@@ -28,12 +27,8 @@ PAIRED = pytest.param(
     {"dtype": torch.bfloat16, "in_pairs": True},
     marks=pytest.mark.skipif(not HAS_PAIRS, reason="needs AVX512-BF16"),
 )
-HALVED = pytest.param(
-    {"dtype": torch.float16, "in_pairs": True},
-    marks=pytest.mark.skipif(not HAS_HALVES, reason="needs AVX512-FP16"),
-)
-KV_CACHES = [*({"dtype": dtype} for dtype in (*DTYPES, torch.int8)), PAIRED, HALVED]
-KEPT = [{"dtype": torch.float32}, {"dtype": torch.int8}, PAIRED, HALVED]  # 8 bits have a scale
+KV_CACHES = [*({"dtype": dtype} for dtype in (*DTYPES, torch.int8)), PAIRED]
+KEPT = [{"dtype": torch.float32}, {"dtype": torch.int8}, PAIRED]  # 8 bits have a scale
 NO_MEETING = np.zeros(8, np.int64)  # of workers that run one after the other
 
 
