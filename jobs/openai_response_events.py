@@ -68,6 +68,12 @@ class ResponseEvents:
         kind = response["status"] if response["status"] in ("completed", "incomplete") else "failed"
         yield self._event(f"response.{kind}", response=response)
 
+    def end_of_deleted(self) -> Iterator[Event]:
+        """The one last event of a response whose row has gone meanwhile."""
+        error = {"code": "server_error", "message": "the response was deleted"}
+        response = self._snapshot("cancelled") | {"error": error}
+        yield self._event("response.failed", response=response)
+
     def skip_to(self, number: int) -> None:
         """Give the next event no smaller number: its stream was longer when it was heard live."""
         self._number = max(self._number, number)

@@ -49,7 +49,8 @@ def of_record(record: JobRecord) -> dict[str, Any]:
     """Of a job as it is now."""
     assert record.body is not None
     if record.output is not None:
-        return record.output | {"completed_at": record.finished_at}
+        complete = record.output["status"] == "completed"
+        return record.output | {"completed_at": record.finished_at if complete else None}
     response = before_its_end(record)
     response["status"] = _STATUS[record.state]
     if record.error is not None:

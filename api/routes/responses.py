@@ -224,6 +224,9 @@ async def _stream(
                 return
             yield frames(made) or sse.STILL_HERE
         yield _error(events, Unavailable("the service is shutting down", code="shutting_down"))
+    except NotFound:
+        events.skip_to(first)
+        yield frames([*events.end_of_deleted()])
     except ApiError as error:
         yield _error(events, error)
     finally:

@@ -154,11 +154,13 @@ def test_whatever_ends_it_the_stream_has_one_end_whenever_it_is_heard(
             error = error_object(ErrorCode.ENGINE_ERROR, "no")
             hands.finish(claimed, error=error, **FAILED)
         heard += list(events)
+    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
     if how == "delete":
-        assert heard[-1]["type"] == "error"
+        assert heard[-1]["type"] == "response.failed"
+        assert heard[-1]["response"]["status"] == "cancelled"
+        assert heard[-1]["response"]["error"]["message"] == "the response was deleted"
         assert error_of(sqlite_client.get(f"{URL}/{resp(claimed)}"))["code"] == "response_not_found"
         return
-    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
     assert heard[-1]["type"] == "response.failed"
     state = "cancelled" if how == "cancel" else "failed"
     assert heard[-1]["response"]["status"] == state
