@@ -43,6 +43,17 @@ def idempotency_key(request: Request) -> str | None:
     return key
 
 
+def refuse_key(request: Request) -> None:
+    """For a call that does something anew each time. Raises BadRequest: who gives a key relies on
+    its being kept to."""
+    if idempotency_key(request) is not None:
+        raise BadRequest(
+            "idempotency-key is not supported for this call: repeated, it is done again",
+            param="idempotency-key",
+            code="unsupported_parameter",
+        )
+
+
 async def accept(
     services: Services,
     new_jobs: Sequence[NewJob],

@@ -135,7 +135,9 @@ OPERATIONS = {
     ("POST", f"{_HOOKS}/rotate_secret"): Operation(reply="EndpointWithSecret"),
     ("POST", f"{_HOOKS}/test"): Operation(reply="Delivery", makes="delivery_id"),
     ("GET", f"{_HOOKS}/deliveries"): Operation(reply="Deliveries", query=webhooks.DELIVERIES_QUERY),
-    ("POST", f"{_HOOKS}/deliveries/{{delivery_id}}/redeliver"): Operation(reply="Delivery"),
+    ("POST", f"{_HOOKS}/deliveries/{{delivery_id}}/redeliver"): Operation(
+        reply="Delivery", status=202
+    ),
     ("POST", "/admin/v1/tenants"): Operation(
         reply="Tenant", makes="tenant_id", status=201, body="NewTenant"
     ),

@@ -1,6 +1,7 @@
 """A body's fields against a pydantic model: the first that is wrong, named, with its bound."""
 
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -28,13 +29,19 @@ def checked(value: object, model: type[M], *, noun: str) -> M:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"] if part != "[key]")[:100]
+    param = _path([part for part in first["loc"] if part != "[key]"])[:100]
     if first["type"] == "extra_forbidden":
         raise BadRequest(f"{param} is not a field of {noun}", param=param, code="unknown_field")
     if first["type"] == "missing":
         raise BadRequest(f"{param} is required", param=param)
     message = f"{param} {_as_predicate(first['msg'])}, got {_brief(first['input'])}"
     raise BadRequest(message, param=param)
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    """As everywhere: a field's name behind a dot, a place in a list in brackets."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return path.removeprefix(".")
 
 
 def _as_predicate(message: str) -> str:

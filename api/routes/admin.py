@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.core import refuse_key
 from api.errors import BadRequest, NotFound, json_response
 from api.fields import read_object
 from api.query import read_query, text
@@ -61,6 +62,7 @@ class NewKey(BaseModel):
 
 @router.post("/admin/v1/keys")
 async def create_key(request: Request, services: Services) -> Response:
+    refuse_key(request)
     new = await _read(request, services, NewKey)
     scopes = _scopes(new.scopes)
     record, key = await _write(
@@ -88,6 +90,7 @@ async def revoke_key(key_id: str, request: Request, services: Services) -> Respo
 
 @router.post("/admin/v1/tenants")
 async def create_tenant(request: Request, services: Services) -> Response:
+    refuse_key(request)
     new = await _read(request, services, NewTenant)
     quotas = Quotas(**new.model_dump(exclude={"id"}))
     record = await _write(
@@ -153,7 +156,7 @@ def _scopes(names: list[str]) -> list[Scope]:
     for index, name in enumerate(names):
         if name not in list(Scope):
             known = ", ".join(Scope)
-            raise BadRequest(f"scopes must be of {known}", param=f"scopes.{index}")
+            raise BadRequest(f"scopes must be of {known}", param=f"scopes[{index}]")
     return [Scope(name) for name in names]
 
 

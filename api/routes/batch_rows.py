@@ -7,6 +7,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.core import refuse_key
 from api.errors import BadRequest, Conflict, json_response
 from api.query import boolean, integer, read_query
 from api.routes.batches import known
@@ -101,6 +102,7 @@ async def retry_failed(
 ) -> Response:
     """The rows to be tried again become a file of their own, and that a batch like any other."""
     read_query(request, {})
+    refuse_key(request)
 
     def read(connection: Connection, now: float) -> BatchRecord:
         return batches.get(connection, batch_id, tenant=tenant, now=now)

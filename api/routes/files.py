@@ -7,6 +7,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from api.core import refuse_key
 from api.errors import BadRequest, Conflict, NotFound, json_response
 from api.present import list_object
 from api.query import integer, one_of, read_query, text
@@ -38,6 +39,7 @@ router = Router()
 @router.post("/v1/files")
 async def upload(request: Request, services: Services, tenant: str) -> Response:
     read_query(request, {})
+    refuse_key(request)
     declared = int(request.headers.get("content-length", "0"))
     await services.sql.read(
         lambda connection, _: files.check_room(connection, tenant, min(1, declared))

@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.core import refuse_key
 from api.errors import ApiError, BadRequest, NotFound, Unavailable, json_response
 from api.fields import read_object
 from api.present import list_object
@@ -67,7 +68,23 @@ Url = Annotated[
     Field(min_length=1, max_length=2048, json_schema_extra=_URL_SCHEMA),
     AfterValidator(_url),
 ]
-Types = Annotated[list[EventName], Field(min_length=1, max_length=len(get_args(EventName)))]
+
+
+def _each_once(given: list[EventName]) -> list[EventName]:
+    if len(set(given)) < len(given):
+        raise PydanticCustomError("twice", "must name each type once")
+    return given
+
+
+Types = Annotated[
+    list[EventName],
+    Field(
+        min_length=1,
+        max_length=len(get_args(EventName)),
+        json_schema_extra={"uniqueItems": True},
+    ),
+    AfterValidator(_each_once),
+]
 
 
 class NewEndpoint(Fields):
@@ -92,6 +109,7 @@ class Test(Fields):
 
 @router.post("/v1/webhook_endpoints")
 async def create(request: Request, services: Services, tenant: str) -> Response:
+    refuse_key(request)
     new = await _read(request, services, NewEndpoint)
     _check_address(services, new.url)
     endpoint = await _write(
@@ -163,6 +181,7 @@ async def delete(endpoint_id: str, request: Request, services: Services, tenant:
 async def rotate_secret(
     endpoint_id: str, request: Request, services: Services, tenant: str
 ) -> Response:
+    refuse_key(request)
     asked = await _read_if_any(request, services, Rotation)
     if asked.keep_old_secret_active_for_24_hours:
         raise BadRequest(
@@ -184,6 +203,7 @@ async def rotate_secret(
 async def test(endpoint_id: str, request: Request, services: Services, tenant: str) -> Response:
     """A ping, of which the reply tells that it was put down to be sent; or, as OpenAI's client has
     it, an event of a type, of which the reply tells what its receiver said."""
+    refuse_key(request)
     asked = (await _read_if_any(request, services, Test)).event_type
 
     def put_down(connection: Connection, now: float) -> Delivery:
@@ -255,13 +275,14 @@ async def redeliver(
     tenant: str,
 ) -> Response:
     read_query(request, {})
+    refuse_key(request)
     delivery = await _write(
         services,
         lambda connection, now: webhooks.redeliver(
             connection, tenant, _id(endpoint_id), _id(delivery_id), now=now
         ),
     )
-    return json_response(delivery_object(delivery))
+    return json_response(delivery_object(delivery), status=202)
 
 
 def endpoint_object(endpoint: Endpoint) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_a_tenant_its_quotas_and_its_keys(client):
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/admin/v1/keys", {"name": "x", "scopes": ["root"]}, "scopes.0"),
+        ("/admin/v1/keys", {"name": "x", "scopes": ["root"]}, "scopes[0]"),
         ("/admin/v1/keys", {"name": "x", "scopes": []}, "scopes"),
         ("/admin/v1/keys", {"name": ""}, "name"),
         ("/admin/v1/keys", {}, "name"),

@@ -220,7 +220,7 @@ BODIES = [
     (completion() | {"max_attempts": 0}, "max_attempts", "1"),
     (completion() | {"max_attempts": 101}, "max_attempts", "100"),
     (completion() | {"retry_on": "engine_crash"}, "retry_on", "list"),
-    (completion() | {"retry_on": ["colour"]}, "retry_on.0", "engine_crash"),
+    (completion() | {"retry_on": ["colour"]}, "retry_on[0]", "engine_crash"),
     (completion() | {"retry_on": ["engine_crash"] * 9}, "retry_on", "6"),
     (completion() | {"custom_id": ""}, "custom_id", "1 character"),
     (completion() | {"custom_id": "é" * 129}, "custom_id", "256 bytes"),

@@ -38,7 +38,7 @@ def test_a_failed_job_is_listed_and_queued_again_by_its_id(client, hands):
         ({"ids": []}, "ids"),
         ({"ids": ["x"] * 501}, "ids"),
         ({"ids": ["\0"]}, "ids[0]"),
-        ({"ids": [5]}, "ids.0"),
+        ({"ids": [5]}, "ids[0]"),
         ({"ids": ["job_1"], "all": True}, "all"),
     ],
 )

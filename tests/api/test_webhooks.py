@@ -21,8 +21,9 @@ def test_an_endpoint_from_its_making_to_its_end(client):
     assert (ping["event_type"], ping["status"]) == ("webhook.ping", "pending")
     [logged] = client.get(f"{PATH}/{made['id']}/deliveries").json()["data"]
     assert logged == ping
-    again = client.post(f"{PATH}/{made['id']}/deliveries/{ping['id']}/redeliver").json()
-    assert again["event_id"] == ping["event_id"]
+    again = client.post(f"{PATH}/{made['id']}/deliveries/{ping['id']}/redeliver")
+    assert again.status_code == 202  # it is put down to be sent
+    assert again.json()["event_id"] == ping["event_id"]
     assert client.delete(f"{PATH}/{made['id']}").json()["deleted"] is True
     for method, path in (
         ("GET", ""), ("POST", "/test"), ("GET", "/deliveries"), ("DELETE", ""),
@@ -49,7 +50,8 @@ def test_an_endpoint_from_its_making_to_its_end(client):
         ({"url": "http://0x7f000001/"}, "url"),
         ({"url": "http://localhost:8000/"}, "url"),
         ({"event_types": []}, "event_types"),
-        ({"event_types": ["job.completed"]}, "event_types.0"),
+        ({"event_types": ["job.completed"]}, "event_types[0]"),
+        ({"event_types": ["batch.completed", "batch.failed", "batch.completed"]}, "event_types"),
         ({"name": ""}, "name"),
         ({"secret": "mine"}, "secret"),
     ],
@@ -58,3 +60,17 @@ def test_what_cannot_be_is_refused_by_name(sqlite_client, changes, param):
     reply = sqlite_client.post(PATH, json=NEW | changes)
     assert reply.status_code == 400, reply.text
     assert error_of(reply)["param"] == param
+
+
+KEYLESS = ["", "/{id}/rotate_secret", "/{id}/test", "/{id}/deliveries/x/redeliver"]
+
+
+@pytest.mark.parametrize("path", KEYLESS)
+def test_a_key_that_would_not_be_kept_to_is_refused(sqlite_client, path):
+    made = sqlite_client.post(PATH, json=NEW).json()
+    where = PATH + path.format(id=made["id"])
+    reply = sqlite_client.post(where, json=NEW, headers={"idempotency-key": "k"})
+    assert reply.status_code == 400
+    error = error_of(reply)
+    assert (error["param"], error["code"]) == ("idempotency-key", "unsupported_parameter")
+    assert len(sqlite_client.get(PATH).json()["data"]) == 1

@@ -66,3 +66,10 @@ def test_a_purpose_nobody_reads_is_refused_by_name(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.files.create(file=("a", ROW), purpose="fine-tune")
     assert caught.value.param == "purpose"
+
+
+def test_a_key_that_would_not_be_kept_to_is_refused(client):
+    headers = {"Idempotency-Key": "conformance-file"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(file=("a.jsonl", b"{}"), purpose="batch", extra_headers=headers)
+    assert (refused.value.param, refused.value.code) == ("idempotency-key", "unsupported_parameter")
