@@ -4,6 +4,10 @@ import ipaddress
 import socket
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all of IPv6 that is anybody's: RFC 4291
+# what `is_global` takes for public: protocol assignments with a cloud's metadata service among
+# them, and another cloud's own server, which every one of its machines reaches at one address
+_RESERVED = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("168.63.129.16/32"))
 
 
 def is_loopback(host: str) -> bool:
@@ -43,7 +47,8 @@ def literal_address_is_public(host: str) -> bool:
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the public internet, and no way round to another.
 
-    An IPv6 address that carries an IPv4 one counts by that: mapped, NAT64, 6to4, Teredo.
+    An IPv6 address that is an IPv4 one in another spelling counts by that: mapped, NAT64. Tunnels
+    (6to4, Teredo) are refused, and everything outside of global unicast.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -53,4 +58,8 @@ def is_public(address: str) -> bool:
             return False
         if ip in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        if ip not in _GLOBAL_UNICAST:
+            return False
+    elif any(ip in network for network in _RESERVED):
+        return False
     return ip.is_global and not ip.is_multicast
