@@ -23,16 +23,18 @@ FROM python:3.11-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --create-home tokenmill \
+    && useradd --uid 10001 --home-dir /data --no-create-home tokenmill \
     && install --directory --owner tokenmill --group tokenmill /data
 COPY --from=build /opt/tokenmill /opt/tokenmill
+# the rest may be read-only: compiled kernels and step times are kept in ~/.cache
 ENV PATH=/opt/tokenmill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    HOME=/data \
     HF_HUB_DISABLE_TELEMETRY=1 \
     HF_HOME=/data/huggingface \
     TRITON_CACHE_DIR=/data/triton \
     TOKENMILL_DATA_DIR=/data
 USER tokenmill
-WORKDIR /home/tokenmill
+WORKDIR /data
 VOLUME /data
 CMD ["tokenmill", "--help"]

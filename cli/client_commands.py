@@ -34,7 +34,7 @@ url_option = click.option(
 
 @click.command()
 @url_option
-@click.option("--model", help="Which model; may be left out when the service has one.")
+@click.option("--model", help="Which model; may be left out when the service has only one.")
 @click.option("--prompt", "-p", help="One user message.")
 @click.option("--system", help="A system message before it.")
 @click.option("--max-tokens", type=int, help="Most tokens to generate.")

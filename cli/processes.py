@@ -47,7 +47,7 @@ def api(host: str | None, port: int | None, processes: int, listen_fd: int | Non
 
 
 @click.command()
-@click.option("--model", help="Which of TOKENMILL_MODELS to run; may be left out if there is one.")
+@click.option("--model", help="Which of TOKENMILL_MODELS to run; optional if there is only one.")
 @click.option(
     "--concurrency", type=int, help="Most sequences in one step (TOKENMILL_MAX_NUM_SEQS)."
 )

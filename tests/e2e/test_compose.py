@@ -86,6 +86,21 @@ def test_redis_does_not_evict():
     assert "--requirepass" in command
 
 
+def test_what_is_kept_beside_the_models_has_a_place_in_the_volume():
+    """Compiled kernels, for one, are kept below the home: in a read-only container that is not in
+    the volume each start would compile them anew."""
+    image = (REPOSITORY / "Dockerfile").read_text().rpartition("FROM ")[2]
+    volume = re.search(r"^VOLUME (\S+)$", image, re.M)[1]
+    kept = dict(re.findall(r"\b(HOME|HF_HOME|TRITON_CACHE_DIR|TOKENMILL_DATA_DIR)=(\S+)", image))
+    assert len(kept) == 4
+    for name, folder in kept.items():
+        assert Path(folder).is_relative_to(volume), name
+    for name in OUR_SERVICES:
+        service = compose(SECRETS)["services"][name]
+        assert service["read_only"], name
+        assert f"data:{volume}" in service["volumes"], name
+
+
 @pytest.fixture
 def deployment(postgres_server, valkey_url, tmp_path, tiny_llama_dir):
     """The services of compose.yaml on this machine's servers; ends what is left running."""

@@ -1,6 +1,7 @@
 """The store against a naive model of a job's life, over random histories; and the table itself."""
 
 import functools
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,10 +21,24 @@ from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.retries import Backoff
 from jobs.rows import given
 from jobs.tenants import DEFAULT_TENANT
+from tests.conftest import REPOSITORY
 from tests.jobs.conftest import MODEL, NOW, Bench, new_job
 
 LEASE_S, MAX_CRASHES = 30.0, 2
 WORKERS = st.sampled_from(["w1", "w2"])
+
+
+def test_the_page_of_http_tells_of_every_code_once():
+    page = (REPOSITORY / "docs" / "http.md").read_text()
+    table = page.partition("### Why a job did not succeed\n")[2]
+    told = [
+        code
+        for cell in re.findall(r"^\| (`.*?) \|", table, re.M)
+        for code in re.findall(r"`(\w+)`", cell)
+    ]
+    assert sorted(told) == sorted(ErrorCode)
+    clients = [code for code in told if error_object(code, "")["type"] == "invalid_request_error"]
+    assert clients == told[:3]
 
 
 def test_terminal_states_are_the_four_endings():
