@@ -39,7 +39,7 @@ url_option = click.option(
 @click.option("--system", help="A system message before it.")
 @click.option("--max-tokens", type=int, help="Most tokens to generate.")
 @click.option("--temperature", type=float, help="0 is greedy.")
-@click.option("--priority", type=int, default=0, show_default=True, help="-10 to 10, higher first.")
+@click.option("--priority", type=int, help="-10 to 10, higher first; 0 by default.")
 @click.option(
     "--file", "-f", "jobs_file", type=click.File("rb"), help="Jobs as JSON lines; - is stdin."
 )
@@ -57,7 +57,7 @@ def submit(
     system: str | None,
     max_tokens: int | None,
     temperature: float | None,
-    priority: int,
+    priority: int | None,
     jobs_file: IO[bytes] | None,
     idempotency_key: str | None,
     wait: bool,
@@ -70,11 +70,20 @@ def submit(
     """
     if (prompt is None) == (jobs_file is None):
         raise click.UsageError("give either --prompt or --file")
+    of_prompt = {
+        "--system": system,
+        "--max-tokens": max_tokens,
+        "--temperature": temperature,
+        "--priority": priority,
+    }
+    unread = [name for name, value in of_prompt.items() if value is not None]
+    if jobs_file is not None and unread:
+        raise click.UsageError(f"{unread[0]} is for --prompt: a file's lines say it themselves")
     try:
         with _client(url) as client:
             model = model or _only_model(client)
             if prompt is not None:
-                jobs = {"": _chat(prompt, system, max_tokens, temperature, priority)}
+                jobs = {"": _chat(prompt, system, max_tokens, temperature, priority or 0)}
             else:
                 assert jobs_file is not None
                 jobs = _read_lines(jobs_file)
@@ -137,15 +146,31 @@ def short(text: str, width: int) -> str:
 
 def text_of(job: Job) -> str:
     """The first choice's text of a job that succeeded; calls or a thought where it has none."""
-    choice = job["response"]["body"]["choices"][0]
+    body = job["response"]["body"]
+    if "output" in body:
+        return _text_of_items(body["output"])
+    choice = body["choices"][0]
     if "text" in choice:
         return str(choice["text"])
     message = choice["message"]
-    calls = [each["function"] for each in message.get("tool_calls", ())]
-    shown = [f"{each['name']}({each['arguments']})" for each in calls]
+    shown = [_call(each["function"]) for each in message.get("tool_calls", ())]
     if message["content"] is not None:
         shown.insert(0, message["content"])
     return "\n".join(shown or [message.get("reasoning_content", "")])
+
+
+def _text_of_items(items: list[dict[str, Any]]) -> str:
+    """The same of a response's output."""
+    kinds: dict[str, list[str]] = {"message": [], "function_call": [], "reasoning": []}
+    for item in items:
+        is_call = item["type"] == "function_call"
+        parts = [_call(item)] if is_call else [part["text"] for part in item["content"]]
+        kinds[item["type"]] += filter(None, parts)
+    return "\n".join(kinds["message"] + kinds["function_call"] or kinds["reasoning"])
+
+
+def _call(function: dict[str, Any]) -> str:
+    return f"{function['name']}({function['arguments']})"
 
 
 def seconds(value: float | None) -> str:

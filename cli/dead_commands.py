@@ -41,7 +41,9 @@ def which_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @click.option("--model", help="Only of this model.")
     @click.option("--tenant", help="Only this tenant's.")
-    @click.option("--error", type=click.Choice(list(map(str, ErrorCode))), help="Only with this code.")
+    @click.option(
+        "--error", type=click.Choice(list(map(str, ErrorCode))), help="Only of this code."
+    )
     @click.option("--since", type=Ago(), help="Failed no longer ago: 90s, 30m, 12h, 7d.")
     @wraps(command)
     def with_which(

@@ -56,7 +56,12 @@ Check = Callable[[Settings, Mapping[str, str]], Iterator[Finding]]
 
 
 @click.command()
-@click.option("--only", multiple=True, help="Check only this topic; may be repeated.")
+@click.option(
+    "--only",
+    multiple=True,
+    help="Check only this topic (settings, data, models, redis, database, port, workers, "
+    "this-host); may be repeated. The last two only so.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(only: tuple[str, ...], as_json: bool) -> None:
     """Say what is missing or unsafe in this environment, and how to mend it.

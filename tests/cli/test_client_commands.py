@@ -3,10 +3,13 @@
 import time
 
 import pytest
+from click.testing import CliRunner
 from rich.cells import cell_len
 from rich.console import Console
 
-from cli.client_commands import _show_service, text_of
+from cli.client_commands import _show_service, submit, text_of
+from jobs.openai_response_object import output_items
+from jobs.openai_tools import ToolCall
 from jobs.records import new_job_id
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -109,3 +112,29 @@ def test_reasons_and_warnings_are_sentences():
 )
 def test_a_reply_without_content_shows_its_calls_or_its_thought(choice, shown):
     assert text_of({"response": {"body": {"choices": [choice]}}}) == shown
+
+
+@pytest.mark.parametrize(
+    ("content", "thought", "calls", "shown"),
+    [
+        ("", "", 0, ""),
+        ("Hi", "hm", 0, "Hi"),
+        ("", "hm", 0, "hm"),
+        ("", "hm", 2, 'f({"a": 1})\nf({"a": 1})'),
+        ("So:", "", 1, 'So:\nf({"a": 1})'),
+    ],
+)
+def test_a_response_shows_the_same(content, thought, calls, shown):
+    items = output_items("job_1", content, thought, [ToolCall("f", '{"a": 1}')] * calls, None)
+    assert text_of({"response": {"body": {"output": items}}}) == shown
+
+
+@pytest.mark.parametrize(
+    "option", ["--system=Be brief.", "--max-tokens=1", "--temperature=0", "--priority=0"]
+)
+def test_what_a_files_lines_say_themselves_is_no_option_beside_it(option, tmp_path):
+    file = tmp_path / "jobs.jsonl"
+    file.write_text('{"url": "/v1/completions", "body": {"prompt": "Once"}}\n')
+    done = CliRunner().invoke(submit, ["--file", str(file), option])
+    assert done.exit_code == 2
+    assert f"{option.partition('=')[0]} is for --prompt" in done.output

@@ -9,6 +9,7 @@ import redis
 from click.testing import CliRunner
 
 from cli.addresses import free_port
+from cli.doctor import CHECKS
 from cli.main import tokenmill
 from cli.servers import Valkey
 
@@ -152,3 +153,8 @@ def test_an_unknown_topic_is_wrong_usage():
     result = CliRunner().invoke(tokenmill, ["doctor", "--only", "weather"])
     assert result.exit_code == 2
     assert "--only must be one of: settings" in result.output
+
+
+def test_the_help_names_every_topic():
+    told = "".join(CliRunner().invoke(tokenmill, ["doctor", "--help"]).output.split())
+    assert f"({','.join(CHECKS)})" in told
