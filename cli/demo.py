@@ -21,6 +21,7 @@ from cli.client_commands import seconds, short, text_of
 from cli.demo_prompts import PROMPTS
 from cli.options import environment
 from cli.service import Service, StartError, watch_in_background
+from cli.start import reporter
 from jobs import store
 from jobs.database import Database
 from jobs.logs import TEXT_FORMAT
@@ -56,9 +57,7 @@ def demo(data_dir: str | None, model: str) -> None:
     service = Service(
         environ,
         log_folder=folder / "logs",
-        report=lambda line: console.print(
-            line, style="dim", markup=False, highlight=False, soft_wrap=True
-        ),
+        report=reporter(console),
         cancelled=threading.Event(),
     )
     try:

@@ -75,6 +75,8 @@ def run_batch(
     """
     if url and (model or data_dir):
         raise click.UsageError("--model and --data-dir are for a service run here, without --url")
+    if not output.parent.is_dir():  # known before a service is started for it
+        raise click.UsageError(f"{output.parent} is no folder")
     console = Console(stderr=True)
     endpoint, named = _first_row(source)
     place = output.with_name(f".{output.name}.tokenmill")

@@ -27,7 +27,7 @@ from cli import env_file, tether
 from cli.addresses import free_port, port_holder, service_url
 from cli.catalogue import CATALOGUE, is_complete
 from cli.servers import FolderInUse, Server, ServerError, Valkey, lock_folder
-from cli.start import StartLog, WorkerChild
+from cli.start import Report, StartLog, WorkerChild
 from cli.supervisor import STOP_MARGIN_S, Child, Embedded, Loop, Part, Supervisor
 from cli.wheel_binaries import BinaryMissing
 from jobs import store
@@ -38,8 +38,6 @@ from worker.sweeper import run as run_sweeper
 
 READY_TIMEOUT_S = 900.0  # a cold disk, a large checkpoint, kernels to compile on a busy machine
 API_GRACE_S = 15.0
-
-Report = Callable[[str], None]
 
 
 class StartError(Exception):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cli.options import environment
 from cli.service import Service, watch_in_background
+from cli.start import reporter
 from jobs.settings import Settings, variable
 
 UNLIMITED = {"max_batch_rows": 10_000_000, "max_file_bytes": 1 << 44}  # one's own machine
@@ -32,7 +33,7 @@ def serving(
     service = Service(
         environ,
         log_folder=folder,
-        report=lambda line: console.print(line, style="dim", markup=False, highlight=False),
+        report=reporter(console),
         cancelled=threading.Event(),
     )
     with service:

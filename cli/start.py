@@ -9,8 +9,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+from rich.console import Console
+
 from cli.supervisor import Child
 
+Report = Callable[[str], None]
 REPEAT_S = 10.0  # a phase that lasts is shown again, with its seconds so far
 
 
@@ -68,12 +71,17 @@ class WorkerChild(Child):
             self._ear = None
 
 
+def reporter(console: Console) -> Report:
+    """Shows each line dim, as it is, and whole however wide the console."""
+    return lambda line: console.print(
+        line, style="dim", markup=False, highlight=False, soft_wrap=True
+    )
+
+
 class StartLog:
     """Reports each part's phase when it changes, and every ten seconds how long it has lasted."""
 
-    def __init__(
-        self, report: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, report: Report, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
         self._clock = clock
         self._shown: dict[str, tuple[str, float, float]] = {}  # phase, when it began, when shown

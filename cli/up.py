@@ -11,6 +11,7 @@ from rich.console import Console
 from cli import env_file
 from cli.options import environment, settings_of
 from cli.service import Cancelled, Service, StartError
+from cli.start import reporter
 
 WATCH_PAUSE_S = 0.2
 
@@ -50,9 +51,7 @@ def up(
     service = Service(
         environ,
         log_folder=log_dir,
-        report=lambda line: console.print(
-            line, style="dim", markup=False, highlight=False, soft_wrap=True
-        ),
+        report=reporter(console),
         cancelled=stop,
     )
 

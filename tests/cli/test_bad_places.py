@@ -287,3 +287,16 @@ def test_an_api_names_a_model_that_it_cannot_read(
     status, stderr = tokenmill("api", "--port", 0)
     assert status == 1
     said_in_one_line(stderr, "model tiny: ")
+
+
+def test_an_output_of_run_batch_without_a_folder_is_refused_before_anything_starts(
+    tokenmill, tmp_path
+):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        '{"custom_id": "1", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}\n'
+    )
+    status, stderr = tokenmill("run-batch", "-i", source, "-o", tmp_path / "none" / "out.jsonl")
+    assert status == 2
+    said_in_one_line(stderr, tmp_path / "none", "is no folder")
+    assert not (tmp_path / ".tokenmill").exists()

@@ -2,7 +2,9 @@
 
 import os
 
-from cli.start import StartLog, WorkerChild
+from rich.console import Console
+
+from cli.start import StartLog, WorkerChild, reporter
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import environment, wait_until
 from worker.progress import Progress
@@ -69,3 +71,11 @@ def test_telling_never_waits_for_a_reader_nor_fails_without_one():
     progress.failed("nobody hears")
     os.close(mouth)
     Progress().phase("to nobody")
+
+
+def test_a_line_is_shown_whole_on_whatever_console():
+    console = Console(width=20)
+    line = "worker-[tiny]: starting the engine (10 s so far)"
+    with console.capture() as capture:
+        reporter(console)(line)
+    assert capture.get() == f"{line}\n"
