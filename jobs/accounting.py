@@ -6,13 +6,16 @@ true of the job itself. Takes an open connection; any number of jobs in one stat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from sqlalchemy import Connection, func, update
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs import attempts
 from jobs.attempts import Count
 from jobs.models import jobs
-from jobs.rows import given
+from jobs.rows import given, given_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +67,30 @@ def account_wasted(connection: Connection, wasted: Sequence[Wasted]) -> None:
         )
     if not totals:
         return
-    rows = given(
-        connection,
-        {"id": str, "tokens": int, "first_token_at": float},
-        [(each.job_id, each.tokens, each.first_token_at) for each in totals.values()],
-    )
-    known = connection.scalars(
+    values = [(each.job_id, each.tokens, each.first_token_at) for each in totals.values()]
+    parameters = given(connection, _WASTED, values).parameters
+    known = connection.scalars(_wasting(connection.dialect.name), parameters).all()
+    attempts.add_wasted(connection, [(each.job_id, each.fence, each.tokens) for each in wasted])
+    tokens = sum(totals[job_id].tokens for job_id in known)
+    attempts.count(connection, {(Count.WASTED_TOKENS, ""): tokens})
+
+
+_WASTED: dict[str, type] = {"id": str, "tokens": int, "first_token_at": float}
+
+
+@cache
+def _wasting(dialect: str) -> ReturningUpdate[Any]:
+    """Made once: making it takes longer than it runs."""
+    rows = given_columns(dialect, _WASTED)
+    return (
         update(jobs)
         .where(jobs.c.id == rows["id"])
         .values(
             wasted_tokens=jobs.c.wasted_tokens + rows["tokens"],
             first_token_at=func.coalesce(jobs.c.first_token_at, rows["first_token_at"]),
         )
-        .returning(jobs.c.id),
-        rows.parameters,
-    ).all()
-    attempts.add_wasted(connection, [(each.job_id, each.fence, each.tokens) for each in wasted])
-    tokens = sum(totals[job_id].tokens for job_id in known)
-    attempts.count(connection, {(Count.WASTED_TOKENS, ""): tokens})
+        .returning(jobs.c.id)
+    )
 
 
 def count_prompts(connection: Connection, counted: Sequence[Counted]) -> None:

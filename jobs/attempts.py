@@ -10,12 +10,26 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, case, delete, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Double,
+    Select,
+    Update,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs.models import attempts, engine_deaths, tallies
-from jobs.rows import encode, given, insert_into, picked
+from jobs.rows import encode, given, given_columns, insert_into, picked
 
 FORGET_DEATHS_S = 30 * 86_400.0
 ROUND = 10_000  # most tallies one call adds up
@@ -84,13 +98,16 @@ class AttemptRecord:
 
 _RECORD = tuple(attempts.c[name] for name in AttemptRecord.__dataclass_fields__)
 
+# statements are made once: making one takes longer than most of them run
+_BEGINNING, _COUNTING = insert(attempts), insert(tallies)
+
 
 def begin(connection: Connection, begun: Sequence[Begun], *, worker_id: str, now: float) -> None:
     """A row for each claim, of which nothing has come yet."""
     if begun:
         common = {"worker_id": worker_id, "started_at": now, "kept_tokens": 0, "wasted_tokens": 0}
         connection.execute(
-            insert(attempts),
+            _BEGINNING,
             [{name: getattr(each, name) for name in Begun.__slots__} | common for each in begun],
         )
 
@@ -99,19 +116,29 @@ def close(connection: Connection, closed: Sequence[Closed], *, now: float) -> No
     """What came of each; and count it, and the tokens wasted."""
     if not closed:
         return
-    columns = {
-        "job_id": str,
-        "fence": int,
-        "outcome": str,
-        "error_code": str,
-        "kept_tokens": int,
-        "wasted_tokens": int,
-        "stored_tokens": int,
-    }
-    values = [tuple(getattr(each, name) for name in columns) for each in closed]
-    rows = given(connection, columns, values)
+    values = [tuple(getattr(each, name) for name in _CLOSED) for each in closed]
+    parameters = {**given(connection, _CLOSED, values).parameters, "at": now}
+    ended = connection.execute(_closing(connection.dialect.name), parameters)
+    counts = Counter[tuple[str, str]]((Count.ATTEMPTS, each) for each in ended.scalars())
+    counts[Count.WASTED_TOKENS, ""] = sum(each.wasted_tokens for each in closed)
+    count(connection, counts)
+
+
+_ATTEMPT: dict[str, type] = {"job_id": str, "fence": int}
+_CLOSED = _ATTEMPT | {
+    "outcome": str,
+    "error_code": str,
+    "kept_tokens": int,
+    "wasted_tokens": int,
+    "stored_tokens": int,
+}
+
+
+@cache
+def _closing(dialect: str) -> ReturningUpdate[Any]:
+    rows = given_columns(dialect, _CLOSED)
     own = rows["kept_tokens"] - attempts.c.resumed_tokens
-    ended = connection.execute(
+    return (
         update(attempts)
         .where(
             attempts.c.job_id == rows["job_id"],
@@ -119,19 +146,15 @@ def close(connection: Connection, closed: Sequence[Closed], *, now: float) -> No
             attempts.c.outcome.is_(None),
         )
         .values(
-            ended_at=now,
+            ended_at=bindparam("at", type_=Double()),
             outcome=rows["outcome"],
             error_code=rows["error_code"],
             kept_tokens=case((own > 0, own), else_=0),
             wasted_tokens=attempts.c.wasted_tokens + rows["wasted_tokens"],
             stored_tokens=rows["stored_tokens"],
         )
-        .returning(attempts.c.outcome),
-        rows.parameters,
+        .returning(attempts.c.outcome)
     )
-    counts = Counter[tuple[str, str]]((Count.ATTEMPTS, each) for each in ended.scalars())
-    counts[Count.WASTED_TOKENS, ""] = sum(each.wasted_tokens for each in closed)
-    count(connection, counts)
 
 
 def add_wasted(connection: Connection, wasted: Iterable[tuple[str, int, int]]) -> None:
@@ -142,12 +165,20 @@ def add_wasted(connection: Connection, wasted: Iterable[tuple[str, int, int]]) -
     if not totals:
         return
     values = [(job_id, fence, tokens) for (job_id, fence), tokens in totals.items()]
-    rows = given(connection, {"job_id": str, "fence": int, "tokens": int}, values)
-    connection.execute(
+    parameters = given(connection, _WASTED, values).parameters
+    connection.execute(_wasting(connection.dialect.name), parameters)
+
+
+_WASTED = _ATTEMPT | {"tokens": int}
+
+
+@cache
+def _wasting(dialect: str) -> Update:
+    rows = given_columns(dialect, _WASTED)
+    return (
         update(attempts)
         .where(attempts.c.job_id == rows["job_id"], attempts.c.fence == rows["fence"])
-        .values(wasted_tokens=attempts.c.wasted_tokens + rows["tokens"]),
-        rows.parameters,
+        .values(wasted_tokens=attempts.c.wasted_tokens + rows["tokens"])
     )
 
 
@@ -155,14 +186,19 @@ def stored_tokens(
     connection: Connection, ended: Iterable[tuple[str, int]]
 ) -> dict[tuple[str, int], int]:
     """What the checkpoints of jobs held when they were taken from these attempts (job, fence)."""
-    rows = given(connection, {"job_id": str, "fence": int}, sorted(set(ended)))
-    query = select(attempts.c.job_id, attempts.c.fence, attempts.c.stored_tokens).where(
+    parameters = given(connection, _ATTEMPT, sorted(set(ended))).parameters
+    query = _stored(connection.dialect.name)
+    return {
+        (row.job_id, row.fence): row.stored_tokens for row in connection.execute(query, parameters)
+    }
+
+
+@cache
+def _stored(dialect: str) -> Select[tuple[str, int, int]]:
+    rows = given_columns(dialect, _ATTEMPT)
+    return select(attempts.c.job_id, attempts.c.fence, attempts.c.stored_tokens).where(
         attempts.c.job_id == rows["job_id"], attempts.c.fence == rows["fence"]
     )
-    return {
-        (row.job_id, row.fence): row.stored_tokens
-        for row in connection.execute(query, rows.parameters)
-    }
 
 
 def of_job(connection: Connection, job_id: str, *, tenant: str) -> list[AttemptRecord]:
@@ -207,7 +243,7 @@ def count(connection: Connection, counts: Mapping[tuple[str, str], int]) -> None
         if amount
     ]
     if added:
-        connection.execute(insert(tallies), added)
+        connection.execute(_COUNTING, added)
 
 
 def totals(connection: Connection) -> dict[tuple[str, str], int]:

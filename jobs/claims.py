@@ -8,12 +8,18 @@ UnknownWorker
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
+    Double,
     Row,
+    Select,
+    Text,
+    bindparam,
     case,
     exists,
     func,
@@ -21,6 +27,7 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs import attempts
 from jobs.attempts import Begun, Outcome
@@ -28,7 +35,7 @@ from jobs.lifecycle import ErrorCode, JobState
 from jobs.models import QUEUED, RUNNING, jobs, workers
 from jobs.records import WorkerInfo
 from jobs.retries import TAKEN, Backoff, after_crash, after_failure, due, taken
-from jobs.rows import Given, decode, encode, given, insert_into, picked
+from jobs.rows import Given, decode, encode, given, given_columns, inserting, picked
 
 Checkpoint = list[list[int]]  # generated token ids of each sample
 
@@ -77,6 +84,11 @@ class ClaimedJob:
 
 _CLAIMED = tuple(jobs.c[each.name] for each in fields(ClaimedJob))
 
+# statements are made once: making one takes longer than most of them run
+_AT: ColumnElement[float] = bindparam("at", type_=Double())
+_WORKER: ColumnElement[str] = bindparam("worker", type_=Text())
+_AMONG = jobs.c.id.in_(bindparam("ids", expanding=True, type_=Text()))
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -100,13 +112,14 @@ def register_worker(
     """Open the lease of a new incarnation, or open it again after UnknownWorker."""
     values = {name: getattr(info, name) for name in WorkerInfo.__dataclass_fields__}
     values |= {"started_at": now, "seen_at": now, "lease_until": now + lease_s, "stats": "{}"}
-    connection.execute(
-        insert_into(connection, workers)
-        .values(values)
-        .on_conflict_do_update(
-            index_elements=[workers.c.id], set_={"seen_at": now, "lease_until": now + lease_s}
-        )
-    )
+    connection.execute(_registering(connection.dialect.name), values)
+
+
+@cache
+def _registering(dialect: str) -> Any:
+    opening = inserting(dialect, workers)
+    again = {name: opening.excluded[name] for name in ("seen_at", "lease_until")}
+    return opening.on_conflict_do_update(index_elements=[workers.c.id], set_=again)
 
 
 def unregister_worker(connection: Connection, worker_id: str, *, now: float) -> None:
@@ -128,31 +141,8 @@ def claim(
     """
     if not ids:
         return []
-    # SKIP LOCKED: a row locked just now is being claimed or cancelled by someone, so it is not
-    # ours, and two workers with the same ids in another order cannot wait for each other
-    free = (
-        select(jobs.c.id)
-        .where(
-            jobs.c.id.in_(dict.fromkeys(ids)),
-            QUEUED,
-            or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > now),
-            due(now),
-        )
-        .with_for_update(skip_locked=True)
-    )
-    rows = connection.execute(
-        update(jobs)
-        .where(jobs.c.id.in_(picked(free)), QUEUED)
-        .values(
-            state=JobState.RUNNING,
-            attempt=jobs.c.attempt + 1,
-            fence=jobs.c.fence + 1,
-            worker_id=worker_id,
-            started_at=now,
-            not_before=None,
-        )
-        .returning(*_CLAIMED)
-    )
+    named = {"ids": list(dict.fromkeys(ids)), "worker": worker_id, "at": now}
+    rows = connection.execute(_claiming(), named)
     claimed = [_claimed(row) for row in rows]
     begun = [
         Begun(
@@ -168,17 +158,42 @@ def claim(
     return claimed
 
 
+@cache
+def _claiming() -> ReturningUpdate[Any]:
+    # SKIP LOCKED: a row locked just now is being claimed or cancelled by someone, so it is not
+    # ours, and two workers with the same ids in another order cannot wait for each other
+    in_time = or_(jobs.c.deadline_at.is_(None), jobs.c.deadline_at > _AT)
+    free = select(jobs.c.id).where(_AMONG, QUEUED, in_time, due(_AT))
+    return (
+        update(jobs)
+        .where(jobs.c.id.in_(picked(free.with_for_update(skip_locked=True))), QUEUED)
+        .values(
+            state=JobState.RUNNING,
+            attempt=jobs.c.attempt + 1,
+            fence=jobs.c.fence + 1,
+            worker_id=_WORKER,
+            started_at=_AT,
+            not_before=None,
+        )
+        .returning(*_CLAIMED)
+    )
+
+
+_STANDS = select(exists().where(workers.c.id == _WORKER, workers.c.lease_until > _AT))
+
+
 def lease_stands(connection: Connection, worker_id: str, *, now: float) -> bool:
     """Whether what the worker claims now would stay its own."""
-    alive = exists().where(workers.c.id == worker_id, workers.c.lease_until > now)
-    return bool(connection.scalar(select(alive)))
+    return bool(connection.scalar(_STANDS, {"worker": worker_id, "at": now}))
+
+
+_PUTTING_BACK = update(jobs).where(_AMONG, QUEUED).values(published_at=None)
 
 
 def put_back(connection: Connection, ids: Sequence[str]) -> None:
     """Their messages came to a worker that cannot claim: those still queued are published anew."""
-    connection.execute(
-        update(jobs).where(jobs.c.id.in_(dict.fromkeys(ids)), QUEUED).values(published_at=None)
-    )
+    if ids:
+        connection.execute(_PUTTING_BACK, {"ids": list(dict.fromkeys(ids))})
 
 
 def claimed_by(connection: Connection, ids: Sequence[str], *, worker_id: str) -> list[ClaimedJob]:
@@ -214,32 +229,55 @@ def release(
     if not held:
         return {}
     _save(connection, held, checkpoints or {}, first_tokens or {}, pieces or {}, wait=True)
-    rows = held_rows(connection, held)
-    values: dict[str, Any] = {
-        "fence": jobs.c.fence + 1,
-        "worker_id": None,
-        "published_at": None,
-    }
     outcome = Outcome.HANDED_BACK
     if failures is not None:
         outcome = Outcome.FAILED
-        values |= after_failure(backoff, now)
     elif crashed:
         outcome = Outcome.SUSPECT
-        values |= after_crash(backoff, now, max_crashes=max_crashes)
-    else:
-        values |= {"attempt": jobs.c.attempt - 1, "state": JobState.QUEUED, "started_at": None}
-    released = connection.execute(
-        update(jobs)
-        .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
-        .values(values)
-        .returning(*TAKEN),
-        rows.parameters,
-    ).all()
+    releasing = _releasing(connection.dialect.name, outcome, backoff, max_crashes)
+    parameters: dict[str, Any] = {**held_rows(connection, held).parameters}
+    if outcome is not Outcome.HANDED_BACK:
+        parameters["at"] = now
+    released = connection.execute(releasing, parameters).all()
     codes = failures or {}
     closed = [taken(row, outcome, codes.get(Held(row.id, row.fence - 1))) for row in released]
     attempts.close(connection, closed, now=now)
     return {Held(row.id, row.fence - 1): JobState(row.state) for row in released}
+
+
+@cache
+def _releasing(
+    dialect: str, outcome: Outcome, backoff: Backoff, max_crashes: int
+) -> ReturningUpdate[Any]:
+    values: dict[str, Any] = {"fence": jobs.c.fence + 1, "worker_id": None, "published_at": None}
+    if outcome is Outcome.FAILED:
+        values |= after_failure(backoff, _AT)
+    elif outcome is Outcome.SUSPECT:
+        values |= after_crash(backoff, _AT, max_crashes=max_crashes)
+    else:
+        values |= {"attempt": jobs.c.attempt - 1, "state": JobState.QUEUED, "started_at": None}
+    return update(jobs).where(*_held(dialect)).values(values).returning(*TAKEN)
+
+
+_HELD: dict[str, type] = {"id": str, "fence": int}
+
+
+def _held(dialect: str) -> list[ColumnElement[bool]]:
+    """Of the jobs given, those that are still what their holder names."""
+    rows = given_columns(dialect, _HELD)
+    return [jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING]
+
+
+_EXTENDING = (
+    update(workers)
+    .where(workers.c.id == _WORKER)
+    .values(
+        lease_until=bindparam("until", type_=Double()),
+        seen_at=_AT,
+        stats=bindparam("told", type_=Text()),
+    )
+    .returning(workers.c.id)
+)
 
 
 def beat(
@@ -259,40 +297,43 @@ def beat(
     Raises UnknownWorker, and then has changed nothing.
     """
     extended = connection.execute(
-        update(workers)
-        .where(workers.c.id == worker_id)
-        .values(lease_until=now + lease_s, seen_at=now, stats=encode(stats))
-        .returning(workers.c.id)
+        _EXTENDING,
+        {"worker": worker_id, "at": now, "until": now + lease_s, "told": encode(stats)},
     ).one_or_none()
     if extended is None:
         raise UnknownWorker(worker_id)
     if not held:
         return Beaten(lost=frozenset(), stored=frozenset())
     saved = _save(connection, held, checkpoints, first_tokens or {}, pieces or {}, wait=False)
-    rows = held_rows(connection, held)
-    ours = connection.execute(
-        select(jobs.c.id, jobs.c.fence).where(
-            jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING
-        ),
-        rows.parameters,
-    )
+    parameters = held_rows(connection, held).parameters
+    ours = connection.execute(_still_held(connection.dialect.name), parameters)
     return Beaten(
         lost=frozenset(held) - {Held(*row) for row in ours},
         stored=frozenset(saved & checkpoints.keys()),
     )
 
 
+@cache
+def _still_held(dialect: str) -> Select[Any]:
+    return select(jobs.c.id, jobs.c.fence).where(*_held(dialect))
+
+
+_MARKING = (
+    update(workers)
+    .where(workers.c.id == _WORKER)
+    .values(ledger_window=bindparam("window", type_=BigInteger()))
+)
+_MARKED = select(workers.c.ledger_window).where(workers.c.id == _WORKER).with_for_update()
+
+
 def mark_window(connection: Connection, worker_id: str, window: int) -> None:
     """Let the row say that this transaction of the worker's ledger was committed, if it is."""
-    connection.execute(
-        update(workers).where(workers.c.id == worker_id).values(ledger_window=window)
-    )
+    connection.execute(_MARKING, {"worker": worker_id, "window": window})
 
 
 def marked_window(connection: Connection, worker_id: str) -> int | None:
     """The last transaction that was marked; waits for one that is being committed."""
-    query = select(workers.c.ledger_window).where(workers.c.id == worker_id).with_for_update()
-    return connection.scalar(query)
+    return connection.scalar(_MARKED, {"worker": worker_id})
 
 
 def _claimed(row: Row[Any]) -> ClaimedJob:
@@ -319,15 +360,24 @@ def _save(
             saved.append((each.id, each.fence, text, num, first_tokens.get(each), pieces.get(each)))
     if not saved:
         return set()
-    columns = {"id": str, "fence": int, "checkpoint": str, "tokens": int, "first": float}
-    rows = given(connection, columns | {"pieces": str}, saved)
+    parameters = given(connection, _SAVED, saved).parameters
+    written = connection.execute(_saving(connection.dialect.name, wait), parameters)
+    return {Held(*row) for row in written}
+
+
+_SAVED = _HELD | {"checkpoint": str, "tokens": int, "first": float, "pieces": str}
+
+
+@cache
+def _saving(dialect: str, wait: bool) -> ReturningUpdate[Any]:
+    rows = given_columns(dialect, _SAVED)
     ours = [jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING]
     if not wait:
         # a job being finished just now needs no checkpoint, and a beat that waited for the ledger's
         # rows while the ledger waits for the beat's would be a deadlock
         free = select(jobs.c.id).where(*ours).with_for_update(skip_locked=True, of=jobs)
         ours.append(jobs.c.id.in_(picked(free)))
-    written = connection.execute(
+    return (
         update(jobs)
         .where(*ours)
         .values(
@@ -336,10 +386,8 @@ def _save(
             first_token_at=func.coalesce(jobs.c.first_token_at, rows["first"]),
             pieces=with_pieces(rows["pieces"]),
         )
-        .returning(jobs.c.id, jobs.c.fence),
-        rows.parameters,
+        .returning(jobs.c.id, jobs.c.fence)
     )
-    return {Held(*row) for row in written}
 
 
 def with_pieces(more: ColumnElement[str]) -> ColumnElement[str | None]:
@@ -349,4 +397,4 @@ def with_pieces(more: ColumnElement[str]) -> ColumnElement[str | None]:
 
 
 def held_rows(connection: Connection, held: Sequence[Held]) -> Given:
-    return given(connection, {"id": str, "fence": int}, [(each.id, each.fence) for each in held])
+    return given(connection, _HELD, [(each.id, each.fence) for each in held])

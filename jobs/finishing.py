@@ -7,10 +7,22 @@ one statement. What a statement does not return was no longer the caller's.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Update, case, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Double,
+    Update,
+    bindparam,
+    case,
+    func,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs import attempts
 from jobs.attempts import Closed, Outcome
@@ -20,7 +32,7 @@ from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import LOST, RUNNING, jobs
 from jobs.records import storable
 from jobs.retries import TAKEN, taken
-from jobs.rows import encode, given
+from jobs.rows import encode, given, given_columns
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +158,21 @@ _RESULT: dict[str, type] = {
 
 def _finish(connection: Connection, results: Sequence[JobResult], now: float) -> set[Held]:
     rows = given(connection, _RESULT, [_values(result) for result in results])
+    finishing = _finishing(connection.dialect.name)
+    accepted = connection.execute(finishing, {**rows.parameters, "at": now})
+    ended = {Held(*row) for row in accepted}
+    closed = [_closed(each) for each in results if Held(each.id, each.fence) in ended]
+    attempts.close(connection, closed, now=now)
+    return ended
+
+
+@cache
+def _finishing(dialect: str) -> ReturningUpdate[Any]:
+    """Made once: making it takes longer than it runs."""
+    rows = given_columns(dialect, _RESULT)
     first = rows["first_token_at"]
-    accepted = connection.execute(
+    at: ColumnElement[float] = bindparam("at", type_=Double())
+    return (
         update(jobs)
         .where(jobs.c.id == rows["id"], jobs.c.fence == rows["fence"], RUNNING)
         .values(
@@ -165,19 +190,14 @@ def _finish(connection: Connection, results: Sequence[JobResult], now: float) ->
                     (jobs.c.first_token_at <= first, jobs.c.first_token_at),
                     else_=func.coalesce(first, jobs.c.first_token_at),
                 ),
-                "finished_at": func.coalesce(rows["finished_at"], now),
+                "finished_at": func.coalesce(rows["finished_at"], at),
                 "pieces": with_pieces(rows["pieces"]),
                 "checkpoint": None,
                 "checkpoint_tokens": 0,
             }
         )
-        .returning(jobs.c.id, jobs.c.fence),
-        rows.parameters,
+        .returning(jobs.c.id, jobs.c.fence)
     )
-    ended = {Held(*row) for row in accepted}
-    closed = [_closed(each) for each in results if Held(each.id, each.fence) in ended]
-    attempts.close(connection, closed, now=now)
-    return ended
 
 
 def _closed(result: JobResult) -> Closed:

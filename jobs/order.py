@@ -56,10 +56,11 @@ def best(
     `num_before`: how many the caller has taken of this model so far, of which every eighth was the
     oldest.
     """
-    resting = quotas.at_running_limit(connection)
-    full = quotas.at_row_limit(connection, now=now)
+    if not (tenants := waiting_tenants(connection)):
+        return []
+    resting, full = quotas.at_limit(connection, now=now)
+    tenants = [tenant for tenant in tenants if tenant not in resting]
     waiting = _Waiting(model, batches.paused(connection), full, now, background)
-    tenants = [tenant for tenant in waiting_tenants(connection) if tenant not in resting]
     heads = {
         tenant: found
         for tenant in tenants

@@ -157,23 +157,22 @@ def _beyond(
     return back
 
 
-def at_running_limit(connection: Connection) -> list[str]:
-    """Tenants that may not run another job just now: theirs wait in SQL, not on the runway."""
-    return [
+def at_limit(connection: Connection, *, now: float) -> tuple[list[str], list[str]]:
+    """Tenants that may not run another job just now: theirs wait in SQL, not on the runway. And
+    those whose batches may not start another row: their rows wait likewise."""
+    limits = _limits(connection)
+    resting = [
         tenant
-        for tenant, limits in _limits(connection).items()
-        if limits.max_running_jobs is not None
-        and _num_running(connection, tenant) >= limits.max_running_jobs
+        for tenant, each in limits.items()
+        if each.max_running_jobs is not None
+        and _num_running(connection, tenant) >= each.max_running_jobs
     ]
-
-
-def at_row_limit(connection: Connection, *, now: float) -> list[str]:
-    """Tenants whose batches may not start another row just now: their rows wait likewise."""
-    return [
+    full = [
         tenant
-        for tenant, limits in _limits(connection).items()
-        if _row_minute(connection, tenant, limits, now).is_full(limits)
+        for tenant, each in limits.items()
+        if _row_minute(connection, tenant, each, now).is_full(each)
     ]
+    return resting, full
 
 
 @dataclass(frozen=True, slots=True)

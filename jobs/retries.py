@@ -13,7 +13,7 @@ from jobs.lifecycle import NEXT, TERMINAL, ErrorCode, JobState, error_object
 from jobs.models import jobs
 from jobs.rows import decode, encode
 
-Time = float | ColumnElement[float]  # a bound parameter, in a statement that is made once
+Time = ColumnElement[float]  # a bound parameter: these statements are made once
 
 GROWTH = 4.0
 SPENT = jobs.c.attempt >= jobs.c.max_attempts
@@ -34,7 +34,7 @@ class Backoff:
     base_s: float = 1.0
     most_s: float = 60.0
 
-    def until(self, num_failures: ColumnElement[int], now: float) -> ColumnElement[float]:
+    def until(self, num_failures: ColumnElement[int], now: Time) -> ColumnElement[float]:
         """When it may be tried again, by the number of times it failed."""
         waits_s = [self.base_s]
         while 0 < waits_s[-1] < self.most_s:
@@ -44,7 +44,7 @@ class Backoff:
         wait: ColumnElement[float] = case(*known, else_=last) if known else literal(last)
         # a microsecond lies between two jobs of one submission
         spread = (cast(jobs.c.created_at * 1e6, BigInteger) + 37 * jobs.c.fence) % 101
-        return literal(now) + wait * (1.0 - cast(spread, Double) / 202.0)
+        return now + wait * (1.0 - cast(spread, Double) / 202.0)
 
 
 def may_retry(code: ErrorCode) -> ColumnElement[bool]:
@@ -76,7 +76,7 @@ def ending(
     }
 
 
-def after_failure(backoff: Backoff, now: float) -> dict[str, Any]:
+def after_failure(backoff: Backoff, now: Time) -> dict[str, Any]:
     """Columns of a job that failed by itself and is tried again."""
     return {
         "state": JobState.QUEUED,
@@ -85,7 +85,7 @@ def after_failure(backoff: Backoff, now: float) -> dict[str, Any]:
     }
 
 
-def after_crash(backoff: Backoff, now: float, *, max_crashes: int) -> dict[str, Any]:
+def after_crash(backoff: Backoff, now: Time, *, max_crashes: int) -> dict[str, Any]:
     """Columns of a job whose engine process died."""
     num_crashes = jobs.c.crash_count + 1
     return {

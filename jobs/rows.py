@@ -46,14 +46,20 @@ def given(
     connection: Connection, columns: Mapping[str, type], rows: Sequence[tuple[Any, ...]]
 ) -> Given:
     """`rows` as a table called given; each row has its values in the order of `columns`."""
-    if connection.dialect.name == "postgresql":
+    dialect = connection.dialect.name
+    if dialect == "postgresql":
         arrays = zip(*rows, strict=True) if rows else ([] for _ in columns)
         parameters = {f"given_{name}": list(a) for name, a in zip(columns, arrays, strict=True)}
-        return Given(_arrays(tuple(columns.items())), parameters)
-    return Given(_json(tuple(columns.items())), {"given": json.dumps(rows)})
+        return Given(given_columns(dialect, columns), parameters)
+    return Given(given_columns(dialect, columns), {"given": json.dumps(rows)})
 
 
 # made once: it takes longer than many a statement that they are part of
+
+
+def given_columns(dialect: str, columns: Mapping[str, type]) -> Mapping[str, ColumnElement[Any]]:
+    """What a statement that is made once has of rows to be given to it."""
+    return (_arrays if dialect == "postgresql" else _json)(tuple(columns.items()))
 
 
 @cache
@@ -89,7 +95,12 @@ def _json(columns: tuple[tuple[str, type], ...]) -> Mapping[str, ColumnElement[A
 
 def insert_into(connection: Connection, table: Table) -> Any:
     """An INSERT that may have ON CONFLICT in it, in the dialect of the connection."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    return inserting(connection.dialect.name, table)
+
+
+def inserting(dialect: str, table: Table) -> Any:
+    """The same, for a statement that is made once."""
+    return (postgresql if dialect == "postgresql" else sqlite).insert(table)
 
 
 def picked(candidates: Select[str]) -> Select[str]:

@@ -12,14 +12,16 @@ StoreError
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import ColumnElement, Connection, Double, bindparam, delete, insert, select
 
 from jobs import quotas
 from jobs.models import idempotency_keys, jobs
 from jobs.quotas import QuotaExceeded
 from jobs.records import RECORD_COLUMNS, JobRecord, NewJob
-from jobs.rows import decode, encode, insert_into
+from jobs.rows import decode, encode, inserting
 
 CHUNK = 500  # ids in one IN list: below every database's limit on variables
 KEPT_S = 86_400.0
@@ -174,23 +176,10 @@ def take_key(
 
     Raises IdempotencyConflict.
     """
-    statement = insert_into(connection, idempotency_keys).values(
-        tenant_id=tenant,
-        key=key,
-        body_sha256=body_sha256,
-        job_ids=encode(list(ids)),
-        created_at=now,
-    )
+    values = {"tenant_id": tenant, "key": key, "created_at": now, "forgotten": now - ttl_s}
+    values |= {"body_sha256": body_sha256, "job_ids": encode(list(ids))}
     # a twin that has not committed yet makes this statement wait for it, on both databases
-    taken = connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=[idempotency_keys.c.tenant_id, idempotency_keys.c.key],
-            set_={
-                name: statement.excluded[name] for name in ("body_sha256", "job_ids", "created_at")
-            },
-            where=idempotency_keys.c.created_at <= now - ttl_s,
-        ).returning(idempotency_keys.c.key)
-    ).one_or_none()
+    taken = connection.execute(_taking(connection.dialect.name), values).one_or_none()
     if taken is not None:
         return None
     row = connection.execute(
@@ -202,6 +191,18 @@ def take_key(
         raise IdempotencyConflict(key)
     earlier: list[str] = decode(row.job_ids)
     return earlier
+
+
+@cache
+def _taking(dialect: str) -> Any:
+    """Made once: making it takes longer than it runs."""
+    keys = idempotency_keys.c
+    taking = inserting(dialect, idempotency_keys)
+    again = {name: taking.excluded[name] for name in ("body_sha256", "job_ids", "created_at")}
+    forgotten: ColumnElement[float] = bindparam("forgotten", type_=Double())
+    return taking.on_conflict_do_update(
+        index_elements=[keys.tenant_id, keys.key], set_=again, where=keys.created_at <= forgotten
+    ).returning(keys.key)
 
 
 def _give_back(connection: Connection, tenant: str, key: str) -> None:

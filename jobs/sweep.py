@@ -186,14 +186,14 @@ def _republishing(background: bool | None, by_claims: bool) -> ReturningUpdate[A
 
 def purge(connection: Connection, *, now: float, idempotency_ttl_s: float) -> None:
     """Forget old idempotency keys and workers long gone that hold nothing; add up tallies."""
-    connection.execute(
-        delete(idempotency_keys).where(idempotency_keys.c.created_at <= now - idempotency_ttl_s)
-    )
-    holds = exists().where(jobs.c.worker_id == workers.c.id, RUNNING)
-    connection.execute(
-        delete(workers).where(workers.c.lease_until <= now - FORGET_WORKER_S, ~holds)
-    )
+    connection.execute(_FORGETTING_KEYS, {"at": now - idempotency_ttl_s})
+    connection.execute(_FORGETTING_WORKERS, {"at": now - FORGET_WORKER_S})
     attempts.purge(connection, now)
+
+
+_HOLDS = exists().where(jobs.c.worker_id == workers.c.id, RUNNING)
+_FORGETTING_WORKERS = delete(workers).where(workers.c.lease_until <= _AT, ~_HOLDS)
+_FORGETTING_KEYS = delete(idempotency_keys).where(idempotency_keys.c.created_at <= _AT)
 
 
 def _marking(candidates: Select[str]) -> ReturningUpdate[Any]:
