@@ -8,6 +8,7 @@ ALL_TENANTS may not: what workers, the sweeper and the operator do is the whole 
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from sqlalchemy import Engine, Table, event
@@ -163,14 +164,21 @@ def _function() -> tuple[str | None, tuple[str, int]]:
     line that it is at."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_ROOT):
-            file = Path(frame.f_code.co_filename)
-            place = (frame.f_code.co_filename, frame.f_lineno)
-            folder, *rest = file.relative_to(REPOSITORY).with_suffix("").parts
-            named = not frame.f_code.co_name.startswith("<")  # else a comprehension in one
-            if folder in SOURCE_FOLDERS and named and file.name != "database.py":
-                return ".".join((folder, *rest, frame.f_code.co_name)), place
-            if folder in ("tests", "migrations"):
-                return None, place
+        asks, where = _asker(frame.f_code.co_filename, frame.f_code.co_name)
+        if asks:
+            return where, (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None, ("", 0)
+
+
+@cache
+def _asker(filename: str, function: str) -> tuple[bool, str | None]:
+    """Whether it is there that one asks, and by which name."""
+    if not filename.startswith(_ROOT):
+        return False, None
+    file = Path(filename)
+    folder, *rest = file.relative_to(REPOSITORY).with_suffix("").parts
+    named = not function.startswith("<")  # else a comprehension in one
+    if folder in SOURCE_FOLDERS and named and file.name != "database.py":
+        return True, ".".join((folder, *rest, function))
+    return folder in ("tests", "migrations"), None

@@ -10,7 +10,8 @@ from jobs.attempts import Outcome
 from jobs.claims import Held
 from jobs.lifecycle import NEXT, TERMINAL, JobState
 from jobs.rows import decode
-from tests.simulation.processes import LEASE_S, MAX_CRASHES, POISON, WorkerProcess, text
+from tests.simulation.fake_engine import POISON, text
+from tests.simulation.processes import LEASE_S, MAX_CRASHES, WorkerProcess
 from worker.ledger import Finish, HandBack
 
 # what may still be learnt of a job that has ended

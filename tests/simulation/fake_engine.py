@@ -72,6 +72,8 @@ class FakeEngine:
         )
 
     def step(self) -> None:
+        if not self.running or self.stuck:
+            return  # since it was its turn
         ended = [end for command in self.commands if (end := self._take(command))]
         self.commands = []
         if any(request.prompt >= POISON for request in self.requests.values()):

@@ -14,34 +14,24 @@ from engine.sampling_params import SamplingParams
 from jobs.claims import Held
 from jobs.records import WorkerInfo
 from jobs.retries import Backoff
+from tests.simulation.fake_engine import MAX_NUM_SEQS, FakeEngine
 from tests.simulation.servers import SimDatabase
+from worker.admission import LOOKAHEAD_OF_CHUNKS
 from worker.attempt import Attempt, Holding, Phase, key_of
+from worker.chunk import Chunk
 from worker.delivery import CeleryCallbacks, Delivery
 from worker.dispatcher import Dispatcher
 from worker.generation import Limits
 from worker.lease import LeaseKeeper
 from worker.ledger import Entry, Ledger
-from worker.messages import Abort, Add, Command, Delta, Ended, Ready, Sample, Stepped
 from worker.prompt import Prompt
 from worker.watchdog import Watchdog
 
 MODEL = "tiny"
 LEASE_S, BEAT_S, STALL_S, GRACE_S = 3.0, 1.0, 1.5, 0.4
 MAX_CRASHES = 3
-MAX_NUM_SEQS = 4
-KV_TOKENS = 64
 RESTART_S = 0.3
 BACKOFF = Backoff(base_s=0.2, most_s=2.0)
-POISON = 10_000  # prompts from this token on end the engine
-
-
-def token(prompt: int, sample: int, position: int) -> int:
-    """What the engine generates there, in any attempt."""
-    return hash((prompt, sample, position)) % 1000
-
-
-def text(prompt: int, sample: int, num_tokens: int) -> str:
-    return " ".join(str(token(prompt, sample, i)) for i in range(num_tokens))
 
 
 @dataclass(eq=False)
@@ -58,118 +48,6 @@ class Process:
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         """What its threads could do now: (thread, action)."""
         raise NotImplementedError
-
-
-@dataclass
-class Request:
-    prompt: int
-    max_tokens: int
-    generated: list[list[int]]
-
-
-class FakeEngine:
-    """An engine process and the pipe to it, as worker.engine_client shows them to a worker."""
-
-    def __init__(self, world: Any) -> None:
-        self._world = world
-        self.commands: list[Command] = []
-        self.requests: dict[str, Request] = {}
-        self.pipe: deque[Stepped | None] = deque()  # None: its end
-        self.running = False
-        self.stuck = False
-        self.restart_at = 0.0
-        self.num_restarts = -1
-        self.num_steps = 0  # as the worker knows it
-        self._steps = 0
-        self.failing = False
-
-    @property
-    def pid(self) -> int | None:
-        return 1 if self.running else None
-
-    def send(self, command: Command) -> None:
-        if self.running:
-            self.commands.append(command)
-
-    def kill(self) -> None:
-        if self.running:
-            self.running = self.stuck = False
-            self._world.unaccountable |= {key.rpartition(":")[0] for key in self.requests}
-            self.commands, self.requests = [], {}
-            self.pipe.append(None)
-
-    def start(self) -> Ready:
-        self.running = True
-        self.num_restarts += 1
-        self._steps = self.num_steps = 0
-        return Ready(
-            pid=1, max_num_seqs=MAX_NUM_SEQS, kv_tokens=KV_TOKENS, max_model_len=64, load_s=0.0
-        )
-
-    def step(self) -> None:
-        ended = [end for command in self.commands if (end := self._take(command))]
-        self.commands = []
-        if any(request.prompt >= POISON for request in self.requests.values()):
-            self._world.num_poisoned += 1
-            self.kill()
-            return
-        deltas = []
-        for key, request in list(self.requests.items()):
-            for index, ids in enumerate(request.generated):
-                if len(ids) < request.max_tokens:
-                    ids.append(token(request.prompt, index, len(ids)))
-                    deltas.append(Delta(key, index, ids[-1:]))
-                    self._world.generated(key)
-            if all(len(ids) == request.max_tokens for ids in request.generated):
-                ended.append(self._end(key, "length"))
-            elif self._world.chance(self._world.faults.engine / 2):
-                self._world.num_failures += 1
-                ended.append(self._end(key, "error", "numerical_error: no numbers"))
-        self._steps += 1
-        used = sum(1 + sum(map(len, request.generated)) for request in self.requests.values())
-        self.pipe.append(
-            Stepped(
-                num_steps=self._steps,
-                num_waiting=0,
-                free_tokens=KV_TOKENS - used,
-                deltas=deltas,
-                ended=ended,
-                refused=[],
-                stats={},
-            )
-        )
-
-    def _take(self, command: Command) -> Ended | None:
-        match command:
-            case Add():
-                generated = [list(ids) for ids in command.generated]
-                self.requests[command.key] = Request(
-                    prompt=command.prompt_ids[0],
-                    max_tokens=command.params.max_tokens,
-                    generated=generated or [[] for _ in range(command.params.n)],
-                )
-            case Abort() if command.key in self.requests:
-                return self._end(command.key, "abort")
-        return None
-
-    def _end(self, key: str, reason: str, error: str | None = None) -> Ended:
-        request = self.requests.pop(key)
-        return Ended(
-            key=key,
-            samples=[
-                Sample(
-                    index=index,
-                    text=" ".join(map(str, ids)),
-                    finish_reason=reason,
-                    error=error,
-                )
-                for index, ids in enumerate(request.generated)
-            ],
-            prompt_tokens=1,
-            cached_tokens=0,
-            completion_tokens=sum(map(len, request.generated)),
-            first_token_at=None,
-        )
 
 
 class Abandoned:
@@ -219,7 +97,7 @@ class WorkerProcess(Process):
             self.database,
             info=WorkerInfo(
                 id=name, hostname="here", pid=1, model=MODEL, max_num_seqs=MAX_NUM_SEQS,
-                kv_tokens=KV_TOKENS, max_model_len=64,
+                kv_tokens=world.kv_tokens, max_model_len=64,
             ),
             dispatcher=self,  # type: ignore[arg-type]
             engine=self.engine,  # type: ignore[arg-type]
@@ -257,7 +135,8 @@ class WorkerProcess(Process):
     def at_rest(self) -> bool:
         """Nothing in its hands, and nothing on its way to anybody."""
         quiet = not (self._to_prepare or self._to_answer or self._to_tell or self.engine.pipe)
-        return quiet and self.ledger._inbox.empty() and not self.book.deliveries
+        written = self.ledger._inbox.empty() and "ledger" not in self.busy
+        return quiet and written and not self.book.deliveries
 
     # -- what its threads do
 
@@ -281,9 +160,25 @@ class WorkerProcess(Process):
             found.append(("watchdog", self._watch))
         if self._drained_at is not None:
             found.append(("hub", self._drain))
-        elif self.world.messages.there() and self.dispatcher.places():
+        elif self.dispatcher.places() and self.world.messages.there(
+            self.dispatcher.takes_background()
+        ):
             found.append(("hub", self._take_message))
         return found
+
+    def check(self) -> None:
+        """Of chunks no more is claimed than there are places for, and a few: the rest is free."""
+        book = self.book
+        open_ = [
+            delivery
+            for delivery, attempt in book.deliveries.items()
+            if attempt is None or attempt.phase is not Phase.ENDING
+        ]
+        num = sum(each.background and each not in book.unclaimed for each in open_)
+        # in a drain those that are put back are no longer among the unclaimed
+        assert book.draining or num <= MAX_NUM_SEQS + MAX_NUM_SEQS // LOOKAHEAD_OF_CHUNKS, (
+            f"{self.name} hoards"
+        )
 
     def engine_actions(self) -> list[tuple[str, Callable[[], None]]]:
         engine = self.engine
@@ -338,26 +233,32 @@ class WorkerProcess(Process):
         self.watchdog._look(self.world.now)
 
     def _take_message(self) -> None:
-        message = self.world.messages.take()
+        message = self.world.messages.take(self.dispatcher.takes_background())
         if message is None:
             return
-        tag, job_id = message
+        tag, ids = message
         acknowledge = self.world.messages.acknowledge
         callbacks = CeleryCallbacks(
             accept=lambda pid, at: acknowledge(tag),
             end=lambda result: acknowledge(tag),
             time_out=lambda soft, seconds: None,
         )
-        self.dispatcher.receive_id(
+        deliveries = [
             Delivery(
-                job_id,
+                ids[0],
                 callbacks,
                 soft_limit_s=None,
                 hard_limit_s=None,
                 in_hub=lambda call: call(),
                 on_terminate=lambda delivery: None,
             )
-        )
+        ]
+        if len(ids) > 1:
+            deliveries = Chunk(
+                ids, callbacks, in_hub=lambda call: call(), on_terminate=lambda delivery: None
+            ).deliveries
+        for delivery in deliveries:
+            self.dispatcher.receive_id(delivery)
 
     def _drain(self) -> None:
         assert self._drained_at is not None

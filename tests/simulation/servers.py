@@ -46,7 +46,8 @@ def open_memory() -> Connection:
 
     @event.listens_for(engine, "begin")
     def _(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        driver: Any = connection.connection.driver_connection
+        driver.execute("BEGIN IMMEDIATE")
 
     with engine.begin() as connection:
         Base.metadata.create_all(connection)
@@ -107,49 +108,56 @@ class Messages:
     def __init__(self, world: Any) -> None:
         self._world = world
         self.down = False
-        self.waiting: list[str] = []
-        self.unacknowledged: dict[int, tuple[str, float]] = {}
+        # of the foreground and of the background: each message's ids
+        self.lanes: dict[bool, list[list[str]]] = {False: [], True: []}
+        self.unacknowledged: dict[int, tuple[bool, list[str], float]] = {}
         self._next_tag = 0
 
-    def publish(self, job_id: str) -> None:
+    @property
+    def waiting(self) -> list[list[str]]:
+        return self.lanes[False] + self.lanes[True]
+
+    def publish(self, background: bool, ids: list[str]) -> None:
         """Raises RunwayDown, with the message in or not."""
         if self.down:
             raise RunwayDown("down")
         chance = self._world.chance
         if chance(0.05):
             return  # into a connection that is dead already
-        self.waiting += [job_id] * (2 if chance(0.05) else 1)
+        self.lanes[background] += [ids] * (2 if chance(0.05) else 1)
         if chance(0.05):
             raise RunwayDown("the reply was lost")
 
-    def there(self) -> bool:
+    def there(self, background: bool) -> bool:
         """Whether one could be taken; those that nobody acknowledged are back by then."""
         if self.down:
             return False
-        for tag, (job_id, taken_at) in list(self.unacknowledged.items()):
+        for tag, (lane, ids, taken_at) in list(self.unacknowledged.items()):
             if self._world.now > taken_at + VISIBILITY_S:
                 del self.unacknowledged[tag]
-                self.waiting.append(job_id)
-        return bool(self.waiting)
+                self.lanes[lane].append(ids)
+        return bool(self.lanes[False]) or (background and bool(self.lanes[True]))
 
-    def take(self) -> tuple[int, str] | None:
-        """The next message and its tag; kombu may lose it between two commands."""
-        if not self.there():
+    def take(self, background: bool) -> tuple[int, list[str]] | None:
+        """The next message and its tag, of the background's last, if those are wanted; kombu may
+        lose it between two commands."""
+        if not self.there(background):
             return None
-        late = len(self.waiting) > 1 and self._world.chance(0.1)
-        job_id = self.waiting.pop(1 if late else 0)
+        lane = not self.lanes[False]
+        late = len(self.lanes[lane]) > 1 and self._world.chance(0.1)
+        ids = self.lanes[lane].pop(1 if late else 0)
         if self._world.chance(0.03):
             return None
         self._next_tag += 1
-        self.unacknowledged[self._next_tag] = (job_id, self._world.now)
-        return self._next_tag, job_id
+        self.unacknowledged[self._next_tag] = (lane, ids, self._world.now)
+        return self._next_tag, ids
 
     def acknowledge(self, tag: int) -> None:
         if not self.down:
             self.unacknowledged.pop(tag, None)
 
     def flush(self) -> None:
-        self.waiting.clear()
+        self.lanes = {False: [], True: []}
         self.unacknowledged.clear()
 
 
@@ -163,13 +171,13 @@ class SimRunway(Runway):
     def lengths(self) -> dict[Lane, int]:
         if self._messages.down:
             raise RunwayDown("down")
-        return {lane: len(self._messages.waiting) for lane in self._lanes}
+        return {lane: len(self._messages.lanes[lane.background]) for lane in self._lanes}
 
     def _publish(
         self, lane: Lane, messages: Sequence[list[str]], trace_parents: object = None
     ) -> None:
-        for job_id in (job_id for ids in messages for job_id in ids):
-            self._messages.publish(job_id)
+        for ids in messages:
+            self._messages.publish(lane.background, ids)
 
 
 class Silence:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from jobs import store
+from jobs import runway, store
 from jobs.claims import Held
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import Base
 from tests.simulation.audit import Row, Spec, check_rest, check_rows
 from tests.simulation.callers import ClientProcess, SweeperProcess
-from tests.simulation.processes import LEASE_S, POISON, Process, WorkerProcess
+from tests.simulation.fake_engine import KV_TOKENS, POISON
+from tests.simulation.processes import LEASE_S, Process, WorkerProcess
 from tests.simulation.servers import (
     Killed,
     Messages,
@@ -63,15 +64,17 @@ class World:
             _connection = open_memory()
         self.connection = _connection
         self.rows: dict[str, Row] = {}
+        self._num_changes = -1  # when they were read
         self.accepted: set[str] = set()
         self.beaten_at: dict[str, float] = {}  # by worker id: true time of its last beat
         self.num_generated: dict[str, int] = {}
         self.unaccountable: set[str] = set()  # tokens of these died with a process
         self.num_poisoned = self.num_engine_kills = self.num_failures = 0
         self.messages = Messages(self)
-        self._specs = {f"k{i}": self._spec(f"k{i}") for i in range(self.rng.randint(2, 5))}
+        self._specs = {f"k{i}": self._spec(f"k{i}") for i in range(self._num_jobs())}
         self._poisonous = any(spec.poison for spec in self._specs.values())
         self._num_workers = self.rng.choice([1, 2, 2, 3, 3])
+        self.kv_tokens = self.rng.choice(KV_TOKENS)
         self._born = 0
         self._depth = 0
         self._acting: list[str] = []  # threads in the midst of an action; the last one acts now
@@ -82,15 +85,20 @@ class World:
         self.sweepers = [SweeperProcess(self, f"s{i}", self._skew()) for i in range(2)]
         self.workers: list[WorkerProcess] = []
 
+    def _num_jobs(self) -> int:
+        """Few, so that much happens to each; or more of the background than a worker may claim."""
+        self._mostly_background = self.rng.random() < 0.1
+        return 14 if self._mostly_background else self.rng.randint(2, 5)
+
     def _spec(self, key: str) -> Spec:
         rng = self.rng
         return Spec(
             key=key,
             prompt=int(key[1:]) + (POISON if rng.random() < 0.08 else 0),
             n=rng.choice([1, 1, 2]),
-            max_tokens=rng.choice([1, 4, 8, 16]),
+            max_tokens=16 if self._mostly_background else rng.choice([1, 4, 8, 16]),
             max_attempts=rng.choice([2, 30, 30]),
-            priority=rng.choice([0, 0, 1]),
+            priority=-5 if self._mostly_background else rng.choice([0, 0, 0, 1, -1, -5]),
             deadline_s=rng.choice([None, None, None, 0.5, 5.0]),
             tries_failures=rng.random() < 0.5,
         )
@@ -127,7 +135,7 @@ class World:
         return "in"
 
     def committed(self, process: Process) -> None:
-        before, self.rows = self.rows, self._read()
+        before, self.rows = self.rows, self._read_anew()
         if isinstance(process, WorkerProcess) and self._acting[-1] == "lease":
             self.beaten_at[process.name] = process.database.asked_at
             process.really_held = {
@@ -137,6 +145,12 @@ class World:
                 and self.rows[held.id]["fence"] == held.fence
             }
         check_rows(self, process, before, self.rows)
+
+    def _read_anew(self) -> dict[str, Row]:
+        """The rows, which are those of the last time while nothing has been written."""
+        driver: Any = self.connection.connection.driver_connection
+        before, self._num_changes = self._num_changes, driver.total_changes
+        return self.rows if before == self._num_changes else self._read()
 
     def _read(self) -> dict[str, Row]:
         return {row["id"]: row for row in self._rows("jobs")}
@@ -208,7 +222,8 @@ class World:
             worker_ = self.rng.choice(self.workers)
             if self.chance(self.faults.kill):
                 self._kill(worker_)
-            elif self.chance(self.faults.kill / 2):
+            # few have ids that wait for a place: those are to meet a drain too
+            elif self.chance(self.faults.kill * (10 if worker_.book.unclaimed else 0.5)):
                 worker_.stop()
             elif self.chance(self.faults.engine) and worker_.engine.requests:
                 self.num_engine_kills += 1
@@ -276,6 +291,8 @@ class World:
         finally:
             process.busy.discard(thread)
             self._acting.pop()
+        if isinstance(process, WorkerProcess) and process.alive:
+            process.check()
         self.now += self.rng.random() * 0.01
 
     # -- after the faults
@@ -325,7 +342,10 @@ def simulated(world: World) -> Iterator[None]:
         if name.startswith(("jobs.", "worker.")) and getattr(module, "time", None) is time
     ]
     patches = [patch.object(module, "time", Clock) for module in modules]
-    with patch.object(store, "need_schema", lambda _: None):
+    with (
+        patch.object(store, "need_schema", lambda _: None),
+        patch.object(runway, "CHUNK_ROWS", 4),
+    ):
         for each in patches:
             each.start()
         try:

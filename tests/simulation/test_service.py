@@ -4,7 +4,7 @@ import pytest
 
 from tests.simulation.service import run_seed
 
-NUM_SEEDS = 500  # `make simulate` runs as many as it is told
+NUM_SEEDS = 2000  # `make simulate` runs as many as it is told
 CHUNK = 50
 
 
