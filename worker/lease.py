@@ -77,8 +77,6 @@ class LeaseKeeper:
         if self._thread is None:
             return  # never opened
         self._thread.join(STOP_S)
-        if not self._away:
-            self._try(self._unregister)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -90,6 +88,8 @@ class LeaseKeeper:
                 self._try(self._beat)
             # by this process's clock, from before the beat: SQL lets it stand a moment longer
             self._dispatcher.lease_stands(time.monotonic() < self._stands_until)
+        if not self._away:  # here: whoever stops must not wait for a database that hangs
+            self._try(self._unregister)
 
     def _listen(self) -> None:
         while not self._stopping.is_set():

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from collections import deque
@@ -34,6 +35,7 @@ from jobs.settings import ModelEntry, Settings
 from worker.chunk import Chunk
 from worker.delivery import CeleryCallbacks, Delivery, Ending
 from worker.generation import Refusal
+from worker.guard import start_thread
 from worker.headers import refusal_of, trace_parent_in
 from worker.parts import Parts, StartError
 from worker.progress import Progress
@@ -42,7 +44,8 @@ from worker.transport import Transport
 
 EXIT_START_FAILED = 78  # sysexits.h: configuration error
 TURN_S = 0.1
-FLUSH_S = 10.0  # for the last transaction of a stop
+FLUSH_S = 1.0  # behind the grace, for the last transaction
+EXIT_S = 1.9  # behind the grace, until a process that gets no answer ends all the same
 MAX_CHUNK = 1024  # ids in one message, whoever sent it
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may be asked of SQL
@@ -70,6 +73,7 @@ class EnginePool(BasePool):
         self._broker_errors: tuple[type[BaseException], ...] = ()
         self._num_stop_signals = 0
         self._stopping = False
+        self._told = threading.Event()  # SQL has heard of all that was in hand
 
     # -- start
 
@@ -278,11 +282,12 @@ class EnginePool(BasePool):
         if parts is None or self._stopping:
             return
         self._stopping = True
+        deadline = time.monotonic() + self.settings.drain_grace_s
+        start_thread("exit", functools.partial(self._see_to_the_exit, deadline))
         if self._hub is not None:
             self._hub.call_repeatedly(TURN_S, _nothing)  # that no turn waits for news
         parts.dispatcher.begin_drain()
         logger.info("draining: %d jobs in hand", parts.dispatcher.num_in_hands)
-        deadline = time.monotonic() + self.settings.drain_grace_s
         while parts.dispatcher.num_in_hands and not self._hurried and time.monotonic() < deadline:
             self._turn_hub()
         logger.info("handing back %d jobs", parts.dispatcher.num_in_hands)
@@ -293,6 +298,8 @@ class EnginePool(BasePool):
             flushed.is_set() and not parts.dispatcher.num_in_hands
         ):
             self._turn_hub()
+        if flushed.is_set():
+            self._told.set()  # what is left to do takes no time, but on a busy machine
         parts.stop()
         for _ in range(2):  # what the last answers asked for, and the acknowledgements of that
             self._turn_hub()
@@ -300,6 +307,17 @@ class EnginePool(BasePool):
         logger.info("stopped")
 
     on_terminate = on_stop
+
+    def _see_to_the_exit(self, grace_until: float) -> None:
+        """End the process in time though the database or Redis does not answer: jobs that could not
+        be handed back are left to the lease."""
+        while not self._told.wait(TURN_S / 2):
+            if self._hurried:
+                grace_until = min(grace_until, time.monotonic())
+            if time.monotonic() > grace_until + EXIT_S:
+                logger.warning("stopped without an answer: what is in hand is left to the lease")
+                logging.shutdown()
+                os._exit(0)
 
     @property
     def _hurried(self) -> bool:

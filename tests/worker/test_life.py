@@ -1,5 +1,6 @@
 """How a worker starts, stops, is killed and comes back, and what becomes of the jobs it holds."""
 
+import contextlib
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from jobs.records import new_job_id
 from tests.worker.deployment import TIMEOUT_S, Deployment, completion
 
 SOON_S = 20.0  # far below the grace time given where a stop must not wait for it
+LATE_S = 3.0
 LONG = 4000  # tokens: seconds, on the quickest machine; all its jobs fit the KV cache together
 
 
@@ -269,6 +271,56 @@ def test_results_wait_for_a_database_that_is_away(valkey_url, long_llama_dir, tm
             deployment.database.dispose()  # the test's own connections went with it
             for row in deployment.ended(*ids):
                 assert (row.state, row.attempt) == (JobState.SUCCEEDED, 1), row.error
+        finally:
+            deployment.close()
+
+
+@contextlib.contextmanager
+def away(server, how):
+    """Until the end of the block."""
+    pids = [server.pid, *(each.pid for each in psutil.Process(server.pid).children())]
+    if how == "dead":
+        server.kill()
+    else:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if how == "dead":
+            server.start()
+        else:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["dead", "frozen"])
+def test_a_drain_ends_in_time_though_the_database_is_away(
+    how, valkey_url, long_llama_dir, tmp_path
+):
+    grace_s = 1.0
+    with Postgres() as server:
+        migrations.upgrade(server.url)
+        deployment = Deployment(
+            tmp_path / tmp_path.name,
+            server.url,
+            valkey_url,
+            long_llama_dir,
+            {"TOKENMILL_DRAIN_GRACE_S": f"{grace_s:g}"},
+        )
+        try:
+            worker = deployment.start_worker()
+            [job_id] = deployment.submit(completion(15_000))
+            deployment.running(job_id)
+            with away(server, how):
+                began = time.monotonic()
+                assert worker.stop() == 0
+                # not its two seconds alone: the machine may be busy
+                assert time.monotonic() - began < grace_s + 2 + LATE_S
+            deployment.database.dispose()  # the test's own connections may be dead
+            # nobody could be told: it waits for the lease, and its attempt counts
+            deployment.wait_for(lambda: deployment.get(job_id).state == JobState.QUEUED)
+            assert deployment.get(job_id).attempt == 1
         finally:
             deployment.close()
 
