@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jobs.lifecycle import TERMINAL, JobState
-from tests.chaos.history import OK, Event, History
+from tests.chaos.history import OK, PEEK, Event, History
 
 GROWTH = 0.05  # of descriptors, threads and memory, once all is at rest
 
@@ -31,6 +31,7 @@ class Row:
     state: str
     fence: int
     attempt: int
+    max_attempts: int
     crash_count: int
     text: str | None
     output_tokens: int | None  # usage.completion_tokens of the output
@@ -57,6 +58,7 @@ class Held:
     what: str
     before: float
     after: float
+    slack: float = 1.0  # that is no leak: pools fill as they are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class Evidence:
     free_blocks: Sequence[tuple[int, int]] = ()  # of each engine at rest: free, all
     held: Sequence[Held] = ()
     recoveries: Sequence[Recovery] = ()
-    webhooks: Mapping[str, Sequence[str]] | None = None  # event ids delivered, by job id
+    # of each batch that has ended, ids of the events that came to its tenant's receiver
+    webhooks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def check(evidence: Evidence) -> list[Violation]:
@@ -99,7 +102,9 @@ def check(evidence: Evidence) -> list[Violation]:
 def one_terminal_state(evidence: Evidence) -> Iterator[str]:
     """I1: every accepted job has ended, and none failed that need not."""
     rows = {row.id: row for row in evidence.rows}
-    for custom_id, job_id in evidence.history.accepted.items():
+    accepted = [*evidence.history.accepted.items()]
+    accepted += [(r.custom_id, r.id) for r in evidence.rows if r.custom_id in evidence.history.rows]
+    for custom_id, job_id in accepted:
         row = rows.get(job_id)
         if row is None:
             continue  # I4's
@@ -107,6 +112,8 @@ def one_terminal_state(evidence: Evidence) -> Iterator[str]:
             yield f"{job_id} is {row.state}"
         elif row.state in (JobState.FAILED, JobState.EXPIRED):
             expected = evidence.may_fail.get(custom_id, "")
+            if row.error_code == "max_attempts" and _spent(row):
+                continue
             if expected is not None and row.error_code != expected:
                 yield f"{job_id} is {row.state} with {row.error_code}"
         elif row.state == JobState.CANCELLED and not _cancelled(evidence.history, job_id):
@@ -144,7 +151,10 @@ def every_acceptance_is_there(evidence: Evidence) -> Iterator[str]:
     for custom_id, job_id in evidence.history.accepted.items():
         if job_id not in ids:
             yield f"{job_id} ({custom_id}) was accepted and is not there"
-    for custom_id, num in Counter(row.custom_id for row in evidence.rows).items():
+    counts = Counter(row.custom_id for row in evidence.rows)
+    for custom_id in sorted(evidence.history.rows - counts.keys()):
+        yield f"row {custom_id} of a batch that was accepted is not there"
+    for custom_id, num in counts.items():
         if num > 1:
             yield f"{custom_id} is there {num} times"
     first: dict[str, str] = {}
@@ -170,7 +180,7 @@ def own_writes_are_read(evidence: Evidence) -> Iterator[str]:
     """I6: a client that was told of its job finds it; a cancel that was answered has ended it."""
     known: dict[str, float] = {}
     for event in sorted(evidence.history.events, key=lambda event: event.ended):
-        found = event.kind == "submit" or event.status != 404
+        found = event.kind in ("submit", PEEK) or event.status != 404
         if not found and event.began > known.get(event.key, float("inf")):
             yield f"{event.key} was accepted and a {event.kind} found nothing"
         if event.outcome != OK:
@@ -209,6 +219,9 @@ def texts_are_the_oracles(evidence: Evidence) -> Iterator[str]:
 def no_canary_elsewhere(evidence: Evidence) -> Iterator[str]:
     """I9: no prompt turns up in a log, in Redis or in another tenant's answer."""
     yield from evidence.canaries_found
+    for event in evidence.history.events:
+        if event.kind == PEEK and event.outcome == OK:
+            yield f"another tenant was told of {event.key}"
 
 
 def nothing_leaks(evidence: Evidence) -> Iterator[str]:
@@ -217,7 +230,7 @@ def nothing_leaks(evidence: Evidence) -> Iterator[str]:
         if free != num:
             yield f"{num - free} of {num} KV blocks are held at rest"
     for held in evidence.held:
-        if held.after > held.before * (1 + GROWTH) + 1:
+        if held.after > held.before * (1 + GROWTH) + held.slack:
             yield f"{held.what} grew from {held.before:g} to {held.after:g}"
 
 
@@ -231,15 +244,12 @@ def recoveries_in_time(evidence: Evidence) -> Iterator[str]:
 
 
 def every_end_is_told(evidence: Evidence) -> Iterator[str]:
-    """I12: each ended job's webhook came at least once, always under one event id."""
-    if evidence.webhooks is None:
-        return
-    for row in evidence.rows:
-        events = evidence.webhooks.get(row.id, ())
-        if row.state in TERMINAL and not events:
-            yield f"{row.id} has ended and nobody was told"
+    """I12: the webhook of each batch's end came at least once, always under one event id."""
+    for batch_id, events in evidence.webhooks.items():
+        if not events:
+            yield f"{batch_id} has ended and nobody was told"
         if len(set(events)) > 1:
-            yield f"{row.id} was told under {len(set(events))} event ids"
+            yield f"{batch_id} was told under {len(set(events))} event ids"
 
 
 INVARIANTS = {
@@ -273,6 +283,12 @@ def _told(events: Iterable[Event]) -> Iterator[tuple[Event, str, str]]:
     for event in events:
         for job_id, _, state in event.jobs:
             yield event, job_id, state
+
+
+def _spent(row: Row) -> bool:
+    """Each of its attempts was taken from it by somebody's death."""
+    taken = sum(each.outcome in ("lapsed", "suspect") for each in row.tried)
+    return taken == row.attempt == row.max_attempts
 
 
 def _cancelled(history: History, job_id: str) -> bool:

@@ -26,12 +26,15 @@ import migrations
 from cli import tether
 from cli.addresses import free_port
 from cli.servers import Postgres, Valkey
-from jobs import store
+from jobs import keys, store, tenants, webhooks
 from jobs.database import Database
 from jobs.lifecycle import TERMINAL, JobState
 from jobs.models import attempts, jobs
 from jobs.records import WorkerRecord
 from jobs.rows import decode
+from jobs.tenants import DEFAULT_TENANT, Quotas
+from jobs.webhooks import EventType
+from tests.chaos.background import Receiver
 from tests.chaos.checker import Row, Tried, Write
 from tests.chaos.hooked import WRITES_FILE
 from tests.chaos.proxy import Proxy
@@ -39,6 +42,8 @@ from tests.conftest import REPOSITORY
 from tests.worker.deployment import CELERY, MODEL
 
 LEASE_S, GRACE_S = 3.0, 3.0
+OTHER_TENANT = "other"
+TENANTS = (DEFAULT_TENANT, OTHER_TENANT)
 TIMEOUT_S = 600.0  # for anything; the machine may be busy
 API = ("-m", "tests.chaos.api_process")
 SWEEPER = ("-m", "cli.main", "sweeper")
@@ -97,6 +102,8 @@ class Cluster:
             through = address.render_as_string(hide_password=False)
         migrations.upgrade(self.url)
         self.database = Database(self.url)
+        self.receiver = self._exits.enter_context(Receiver())
+        self.keys = self._make_keys()
         self.api_port = free_port()
         self.env = self._environment(through, model_dir) | (env or {})
         self.children: dict[str, Child] = {}
@@ -130,6 +137,28 @@ class Cluster:
         self.database.dispose()
         self._exits.close()
 
+    def _make_keys(self) -> dict[str, str]:
+        """A key of each tenant; and one of them wants to hear what has ended."""
+        with self.database.begin() as connection:
+            now = self.database.clock(connection)
+            tenants.create(connection, OTHER_TENANT, Quotas(), now=now)
+            webhooks.create_endpoint(
+                connection,
+                OTHER_TENANT,
+                name="chaos",
+                url=self.receiver.url,
+                event_types=[str(each) for each in EventType if each is not EventType.PING],
+                now=now,
+            )
+            return {
+                tenant: keys.create(connection, tenant, "chaos", keys.TENANT_SCOPES, now=now)[1]
+                for tenant in TENANTS
+            }
+
+    def headers(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
+        """Of a tenant's calls."""
+        return {"Authorization": f"Bearer {self.keys[tenant]}"}
+
     def _environment(self, through: str, model_dir: Path) -> dict[str, str]:
         inherited = {
             name: value
@@ -145,6 +174,8 @@ class Cluster:
             "TOKENMILL_DATA_DIR": str(self.folder / "data"),
             "TOKENMILL_MODELS": f"{MODEL}={model_dir}",
             "TOKENMILL_PORT": str(self.api_port),
+            "TOKENMILL_AUTH": "keys",
+            "TOKENMILL_WEBHOOK_PRIVATE_ADDRESSES": "true",
             "TOKENMILL_NUM_BLOCKS": "1000",
             "TOKENMILL_MAX_NUM_SEQS": "16",
             "TOKENMILL_MAX_NUM_BATCHED_TOKENS": "256",
@@ -155,6 +186,7 @@ class Cluster:
             "TOKENMILL_SWEEP_S": "0.2",
             "TOKENMILL_REPUBLISH_S": "1",
             "TOKENMILL_STALL_S": "5",
+            "TOKENMILL_RETRY_BASE_S": "0.2",
             "TOKENMILL_DRAIN_GRACE_S": f"{GRACE_S:g}",
             "TOKENMILL_RUNWAY": "32",
             "OMP_NUM_THREADS": "1",
@@ -261,8 +293,11 @@ class Cluster:
             return bool(store.ended(connection, [job_id]))
 
     def running(self, worker_id: str | None = None) -> dict[str, int]:
-        """Fences of jobs now running, of one worker or of all."""
-        query = select(jobs.c.id, jobs.c.fence).where(jobs.c.state == "running")
+        """Fences of jobs now running, of one worker or of all; of the background's none, which wait
+        for all others."""
+        query = select(jobs.c.id, jobs.c.fence).where(
+            jobs.c.state == "running", jobs.c.priority >= 0
+        )
         if worker_id is not None:
             query = query.where(jobs.c.worker_id == worker_id)
         with self.database.read() as connection:
@@ -328,6 +363,7 @@ def _row(row, tried: list[Tried]) -> Row:
         text=None if output is None else output["choices"][0]["text"],
         output_tokens=None if output is None else output["usage"]["completion_tokens"],
         completion_tokens=row.completion_tokens,
+        max_attempts=row.max_attempts,
         wasted_tokens=row.wasted_tokens,
         error_code=None if error is None else error["code"],
         finished_at=row.finished_at,

@@ -7,7 +7,7 @@ does not know asks again with the same Idempotency-Key, as docs/http.md tells cl
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import httpx
 from tests.chaos.oracle import Ask, Oracle
 
 OK, REFUSED, UNKNOWN = "ok", "refused", "unknown"
+PEEK = "peek"
 CALL_S = 20.0
 
 
@@ -24,7 +25,7 @@ class Event:
     """One call, from its start to its end by the monotonic clock."""
 
     client: int
-    kind: str  # submit, look or cancel
+    kind: str  # submit, look, cancel, or peek: a look at another tenant's job
     key: str  # of a submission; the job's id otherwise
     began: float
     ended: float
@@ -39,6 +40,7 @@ class History:
 
     events: list[Event] = field(default_factory=list)
     asks: dict[str, Ask] = field(default_factory=dict)  # by custom_id
+    rows: set[str] = field(default_factory=set)  # of these, a batch's, which no 202 names
 
     @property
     def accepted(self) -> dict[str, str]:
@@ -65,6 +67,7 @@ class Clients:
         oracle: Oracle,
         history: History,
         *,
+        headers: Sequence[dict[str, str]],  # of each tenant; clients take them in turn
         name: str,
         num_jobs: int,
         tokens: tuple[int, int],
@@ -75,6 +78,8 @@ class Clients:
         seed: int = 0,
     ) -> None:
         self._url, self._oracle, self.history = url, oracle, history
+        self._headers = headers
+        self._accepted: list[list[str]] = [[] for _ in headers]  # ids of each tenant
         self._name, self._tokens, self._per_call = name, tokens, per_call
         self._pause_s, self._cancels = pause_s, cancels
         self._left = num_jobs
@@ -102,16 +107,21 @@ class Clients:
     def _run(self, client: int) -> None:
         rng = random.Random(client)
         mine: list[str] = []
-        with httpx.Client(timeout=CALL_S, trust_env=False) as http:
+        tenant = client % len(self._headers)
+        with httpx.Client(timeout=CALL_S, trust_env=False, headers=self._headers[tenant]) as http:
             while not self._stop.is_set() and (jobs := self._next_jobs(client)):
                 key = jobs[0]["custom_id"]
                 while not self._stop.is_set():
                     event = self._call(http, client, "submit", key, jobs)
                     if event.outcome == OK:
                         mine += [job_id for job_id, _, _ in event.jobs]
+                        self._accepted[tenant] += mine[-len(event.jobs) :]
                         break
                     time.sleep(0.1 + 0.2 * rng.random())
                 self._look_and_cancel(http, client, rng, mine)
+                others = [ids for i, ids in enumerate(self._accepted) if i != tenant and ids]
+                if others:
+                    self._call(http, client, PEEK, rng.choice(rng.choice(others)))
                 self._stop.wait(self._pause_s * rng.random() * 2)
 
     def _look_and_cancel(
@@ -136,8 +146,8 @@ class Clients:
                 self.history.asks[custom_id] = ask
                 jobs.append({
                     "url": "/v1/completions", "custom_id": custom_id, "body": ask.body(),
-                    "max_attempts": 100, "priority": self._rng.choice([0, 0, 0, 1]),
-                })  # fmt: skip
+                    "priority": self._rng.choice([0, 0, 0, 1]),
+                } | self._rng.choice([{}, {"max_attempts": 100}]))  # fmt: skip
             return jobs
 
     def _call(
@@ -150,7 +160,7 @@ class Clients:
                 reply = http.post(
                     f"{self._url()}/v1/jobs", json=jobs, headers={"Idempotency-Key": key}
                 )
-            elif kind == "look":
+            elif kind in ("look", PEEK):
                 reply = http.get(f"{self._url()}/v1/jobs/{key}")
             else:
                 reply = http.post(f"{self._url()}/v1/jobs/{key}/cancel")

@@ -123,7 +123,6 @@ PLANS = [
     ),
     Plan(
         faults=more.without_a_fence,
-        env={"CHAOS_NO_FENCE": "1"},
         size=Size(num_jobs=300, num_faults=4, pause_s=0.6),
     ),
 ]

@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
+import psutil
 import redis
 
 from jobs.lifecycle import JobState
-from tests.chaos.checker import Evidence, Recovery, Violation, check, stale_writes
-from tests.chaos.cluster import LEASE_S, Child, Cluster
+from tests.chaos.background import Batch
+from tests.chaos.checker import Evidence, Held, Recovery, Violation, check, stale_writes
+from tests.chaos.cluster import LEASE_S, OTHER_TENANT, TENANTS, Child, Cluster
 from tests.chaos.history import OK, UNKNOWN, Clients, History
 from tests.chaos.oracle import CANARY, Oracle
 
 RECOVERY_S = LEASE_S + 5
+TOLD_S = 180.0  # a sweeper that takes a webhook up and dies is waited for two minutes
+SLACK = {"descriptors": 20.0, "threads": 10.0}  # pools of connections fill as they are used
 _names = itertools.count()
 
 
@@ -34,6 +38,7 @@ class Size:
     tokens: tuple[int, int] = (5, 60)
     per_call: int = 10
     pause_s: float = 0.2
+    num_rows: int = 20  # of a batch in the background
 
 
 @dataclass(kw_only=True)
@@ -147,14 +152,28 @@ def run(
 ) -> tuple[Result, list[Violation]]:
     """The scenario, its figures, and every promise it broke."""
     began, kills, stops = time.monotonic(), cluster.num_kills, cluster.num_stops
+    resources = _resources(cluster)
     storm = storm_on(
         cluster, oracle, faults.__name__, size, seed=seed, cancels=cancels, slack_s=slack_s
     )
     result = storm.result
-    with storm.clients:
+    batch = Batch(
+        lambda: cluster.api, oracle, storm.clients.history, headers=cluster.headers(OTHER_TENANT),
+        name=storm.name, num_rows=size.num_rows, tokens=size.tokens,
+    )  # fmt: skip
+    with storm.clients, batch:
         faults(storm)
         storm.settle()
     evidence = evidence_of(storm, oracle)
+    after = _resources(cluster)
+    evidence.held = [
+        Held(f"{what} of {name}", resources[what, name], after[what, name], SLACK[what])
+        for what, name in resources.keys() & after.keys()
+    ]
+    assert batch.id is not None
+    with contextlib.suppress(AssertionError):
+        cluster.until(lambda: batch.id in cluster.receiver.events, TOLD_S)
+    evidence.webhooks = {batch.id: cluster.receiver.events.get(batch.id, ())}
     violations = check(evidence)
     _count_submits(storm)
     result.seconds = round(time.monotonic() - began, 1)
@@ -178,7 +197,7 @@ def storm_on(
     clients = Clients(
         lambda: cluster.api, oracle, History(), name=name, num_jobs=size.num_jobs,
         tokens=size.tokens, per_call=size.per_call, pause_s=size.pause_s, seed=seed,
-        cancels=cancels,
+        cancels=cancels, headers=[cluster.headers(tenant) for tenant in TENANTS],
     )  # fmt: skip
     return Storm(
         cluster=cluster, oracle=oracle, clients=clients, rng=random.Random(seed), name=name,
@@ -202,6 +221,18 @@ def evidence_of(storm: Storm, oracle: Oracle) -> Evidence:
         free_blocks=free_blocks,
         recoveries=storm.recoveries,
     )
+
+
+def _resources(cluster: Cluster) -> dict[tuple[str, str], float]:
+    """What each process of its own holds; one that was started anew has another name."""
+    found: dict[tuple[str, str], float] = {}
+    for child in cluster.children.values():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(child.pid)
+            name = f"{child.name} ({child.pid})"
+            found["descriptors", name] = process.num_fds()
+            found["threads", name] = process.num_threads()
+    return found
 
 
 def _free_blocks(cluster: Cluster) -> list[tuple[int, int]]:

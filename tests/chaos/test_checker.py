@@ -18,13 +18,14 @@ from tests.chaos.checker import (
 )
 from tests.chaos.history import OK, UNKNOWN, Event, History
 
-TEXTS = {"a-1": "one", "a-2": "two", "a-3": "three"}
+TEXTS = {"a-1": "one", "a-2": "two", "a-3": "three", "a-4": "four"}
 
 
 def row(number: int, **values) -> Row:
     given = {
         "id": f"job_{number}", "custom_id": f"a-{number}", "state": "succeeded", "fence": 1,
-        "attempt": 1, "crash_count": 0, "text": TEXTS[f"a-{number}"], "output_tokens": 3,
+        "attempt": 1, "max_attempts": 5, "crash_count": 0,
+        "text": TEXTS[f"a-{number}"], "output_tokens": 3,
         "completion_tokens": 3, "wasted_tokens": 0, "error_code": None, "finished_at": 9.0,
         "tried": (Tried("lapsed", 1), Tried("succeeded", 2)),
     }  # fmt: skip
@@ -38,7 +39,8 @@ def event(kind: str, at: float, *jobs: tuple[int, str], **values) -> Event:
 
 
 def good() -> Evidence:
-    """Three jobs: one done, one lost its answer and was sent again, one cancelled."""
+    """Three jobs: one done, one lost its answer and was sent again, one cancelled; and a batch's
+    row."""
     events = [
         event("submit", 1, (1, "queued")),
         event("submit", 1, key="a-2", outcome=UNKNOWN, status=None),
@@ -49,18 +51,19 @@ def good() -> Evidence:
         event("look", 10, (1, "succeeded"), key="job_1"),
     ]
     return Evidence(
-        history=History(events),
+        history=History(events, rows={"a-4"}),
         rows=[
             row(1),
             row(2, fence=3, attempt=2),
             row(3, state="cancelled", text=None, output_tokens=None, completion_tokens=0, tried=()),
+            row(4),
         ],
         writes=[Write("job_1", 1, True), Write("job_2", 1, False), Write("job_2", 3, True)],
         texts=TEXTS,
         free_blocks=[(100, 100)],
         held=[Held("descriptors", 40, 41)],
         recoveries=[Recovery("kill", 3.0, 8.0)],
-        webhooks={"job_1": ["e1"], "job_2": ["e2", "e2"], "job_3": ["e3"]},
+        webhooks={"batch_1": ["e1"], "batch_2": ["e2", "e2"]},
     )
 
 
@@ -108,6 +111,8 @@ PLANTED = [
     ("I1", with_row(2, **QUEUED)),
     ("I1", with_row(2, **FAILED)),
     ("I1", with_row(2, **QUEUED | {"state": "cancelled"})),
+    ("I1", with_row(4, **QUEUED)),
+    ("I4", with_row(4, custom_id="a-5")),
     ("I2", with_evidence(writes=[Write("job_1", 1, True), Write("job_1", 1, True)])),
     ("I2", with_evidence(writes=[Write("job_2", 1, True)])),
     ("I2", with_row(3, text="a late result")),
@@ -128,12 +133,13 @@ PLANTED = [
     ("I7", with_row(1, tried=(Tried("succeeded", 2),))),
     ("I7", with_row(1, tried=(Tried("succeeded", 3), Tried("succeeded", 0)))),
     ("I8", with_row(1, text="another")),
+    ("I9", with_event(event("peek", 5, (1, "running"), key="job_1"))),
     ("I9", with_evidence(canaries_found=["a prompt stands in api.log"])),
     ("I10", with_evidence(free_blocks=[(97, 100)])),
     ("I10", with_evidence(held=[Held("descriptors", 40, 60)])),
     ("I11", with_evidence(recoveries=[Recovery("kill", 9.0, 8.0)])),
-    ("I12", with_evidence(webhooks={"job_1": ["e1"], "job_2": ["e2"], "job_3": []})),
-    ("I12", with_evidence(webhooks={"job_1": ["e1", "e4"], "job_2": ["e2"], "job_3": ["e3"]})),
+    ("I12", with_evidence(webhooks={"batch_1": ["e1"], "batch_2": []})),
+    ("I12", with_evidence(webhooks={"batch_1": ["e1", "e4"]})),
 ]  # fmt: skip
 
 
@@ -154,6 +160,15 @@ def test_a_failure_that_was_to_be_expected_is_none():
     evidence.may_fail = {"a-2": "poisoned"}
     assert [v for v in check(evidence) if v.invariant == "I1"] == []
     evidence.may_fail = {"a-2": "max_attempts"}
+    assert [v.invariant for v in check(evidence)] == ["I1"]
+
+
+def test_a_job_whose_every_attempt_died_with_somebody_may_have_failed():
+    evidence = good()
+    spent = FAILED | {"error_code": "max_attempts", "attempt": 2, "max_attempts": 2}
+    with_row(2, **spent, tried=(Tried("lapsed", 0), Tried("suspect", 0)))(evidence)
+    assert [v for v in check(evidence) if v.invariant == "I1"] == []
+    with_row(2, tried=(Tried("lapsed", 0), Tried("failed", 0)))(evidence)
     assert [v.invariant for v in check(evidence)] == ["I1"]
 
 
