@@ -302,6 +302,7 @@ REPLIES: dict[str, Schema] = {
         stop_reason=_or_null({"enum": [str(reason) for reason in StopReason]}),
         progress=_or_null(_OBJECT),
         dedupe=BOOLEAN,
+        **dict.fromkeys(("rows_ttl_s", "rows_expire_at", "rows_removed_at"), _or_null(INTEGER)),
     ),
     "BatchPage": _page(ref("Batch")),
     "Rows": _list(

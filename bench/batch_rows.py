@@ -272,7 +272,9 @@ def _run(
     time.sleep(3 * SAMPLE_S)  # what they used until now is not the batch's
     before, kills = watch.cpu_s(), []
     started = time.monotonic()
-    batch_id = client.create(client.upload(path), ENDPOINT, key="bench")["id"]
+    created = client.create(client.upload(path), ENDPOINT, key="bench")
+    assert created is not None
+    batch_id = created["id"]
     ingest_s, kill_at = None, started + options.kill_every
     names = options.victims.split(",") + ([SESSION] if options.postgres else [])
     victims = itertools.cycle(names)

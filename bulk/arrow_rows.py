@@ -111,7 +111,13 @@ def _columns(path: Path, names: list[str], options: Input) -> list[str]:
 def _rows(path: Path, batches: Any, options: Input) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     for batch in batches:
-        for values in batch.to_pylist():
+        names = batch.schema.names
+        columns = [
+            _values(column, f"{path} row {{}}: the column {name!r}", number + 1)
+            for name, column in zip(names, batch.columns, strict=True)
+        ]
+        for fields in zip(*columns, strict=True):
+            values = dict(zip(names, fields, strict=True))
             number += 1
             try:
                 plain = {name: _plain(value) for name, value in values.items()}
@@ -127,6 +133,39 @@ def _rows(path: Path, batches: Any, options: Input) -> Iterator[tuple[str, dict[
                     "(input.max_row_bytes)"
                 )
             yield f"row {number}", plain
+
+
+def _values(column: pa.Array, place: str, first: int) -> list[Any]:
+    """As Python has them; `first` is the row of the first. Raises InputError."""
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):  # some of them are none of Python's
+        pass
+    values = []
+    for number, scalar in enumerate(column, start=first):
+        try:
+            values.append(_value(scalar))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{place.format(number)} is not UTF-8: {error.reason}") from None
+        except (ValueError, OverflowError) as error:
+            raise InputError(f"{place.format(number)} cannot be read: {error}") from None
+    return values
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """Nanoseconds are more than Python's times have: they are text then."""
+    kind = scalar.type
+    if getattr(kind, "unit", None) != "ns" or not scalar.is_valid:
+        return scalar.as_py()
+    whole, rest = divmod(scalar.value, 1000)
+    if pa.types.is_duration(kind):
+        return scalar.value / 1e9
+    if pa.types.is_timestamp(kind):
+        moment, size = pa.scalar(whole, pa.timestamp("us", kind.tz)).as_py(), 26
+    else:
+        moment, size = pa.scalar(whole, pa.time64("us")).as_py(), 15
+    text: str = moment.isoformat(timespec="microseconds")
+    return f"{text[:size]}{rest:03}{text[size:]}" if rest else moment
 
 
 def _size(values: dict[str, Any]) -> int:

@@ -30,6 +30,8 @@ FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
     ".arrow": "arrow",
 }  # fmt: skip
+# what reading a file may raise, packed ones' faults among it
+UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException)
 REQUEST_FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -60,7 +62,7 @@ class Source:
                 for place, values in read(path, self.options):
                     yield Row(number, f"{path.name} {place}", values)
                     number += 1
-            except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+            except UNREADABLE as error:
                 raise InputError(f"{path} cannot be read: {error}") from None
         if not number:
             raise InputError(f"{', '.join(map(str, self.paths[:3]))}: the input has no rows")
@@ -161,7 +163,7 @@ def _csv_rows(path: Path, options: Input) -> Iterator[tuple[str, dict[str, Any]]
             if not fields:
                 continue
             if header is None:
-                header = _header(path, fields)
+                header = _header(path, fields, options)
             elif len(fields) != len(header):
                 raise InputError(
                     f"{path} line {first}: {len(fields)} fields, where the header has {len(header)}"
@@ -171,7 +173,9 @@ def _csv_rows(path: Path, options: Input) -> Iterator[tuple[str, dict[str, Any]]
                 yield f"line {first}", _chosen(values, options)
 
 
-def _header(path: Path, names: list[str]) -> list[str]:
+def _header(path: Path, names: list[str], options: Input) -> list[str]:
+    if missing := set(options.columns or ()) - set(names):
+        raise InputError(f"{path} has no column {min(missing)!r} (input.columns)")
     for name in names:
         if not name or names.count(name) > 1:
             what = f"the column {name!r} stands there twice" if name else "a column has no name"
@@ -219,7 +223,7 @@ def _too_long(path: Path, number: int, options: Input) -> InputError:
 def _chosen(values: dict[str, Any], options: Input) -> dict[str, Any]:
     if options.columns is None:
         return values
-    return {name: values.get(name) for name in options.columns}
+    return {name: values[name] for name in options.columns if name in values}
 
 
 def row_bytes(values: dict[str, Any]) -> bytes:

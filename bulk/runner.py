@@ -19,6 +19,7 @@ from bulk import repair
 from bulk.errors import DatasetError, InputError, SpecError
 from bulk.inputs import Row, Source, row_bytes
 from bulk.judge import Judge, flags_of
+from bulk.look import Look
 from bulk.requests import Requests, text_of
 from bulk.spec import Spec
 from bulk.state import OpenBatch, Result, State, Try, failures
@@ -38,14 +39,15 @@ Batch = dict[str, Any]
 
 
 class Service(Protocol):
-    """What is needed of one; `results` as GET /v1/batches/{id}/results gives it."""
+    """What is needed of one; `results` as GET /v1/batches/{id}/results gives it. None: it does not
+    know the file, the batch or its rows."""
 
     def upload(self, path: Path) -> str: ...
-    def create(self, file_id: str, endpoint: str, *, key: str, **fields: Any) -> Batch: ...
+    def create(self, file_id: str, endpoint: str, *, key: str, **fields: Any) -> Batch | None: ...
     def batch(self, batch_id: str) -> Batch | None: ...
     def results(
         self, batch_id: str, num_seen: int, *, skip: bool = False
-    ) -> tuple[list[dict[str, Any]], bool]: ...
+    ) -> tuple[list[dict[str, Any]], bool] | None: ...
     def steer(self, batch_id: str, verb: str) -> Batch: ...  # pause, resume, cancel
     def model(self, name: str) -> dict[str, Any] | None: ...
 
@@ -62,7 +64,7 @@ class Progress:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     saved_tokens: int = 0  # of tries that took what another one's answer was
-    answered: int = 0  # by the service, and not looked at: one before them has not ended
+    answered: int = 0  # by the service, and not looked at yet
 
     @property
     def done(self) -> int:
@@ -91,6 +93,7 @@ class Runner:
         self._pause_s = pause_s
         self._requests = Requests(spec)
         self._judge = Judge(spec, folder)
+        self._looks: dict[str, Look] = {}  # by the batch's key
         self.progress = Progress()
 
     def read(self, source: Source) -> None:
@@ -207,14 +210,14 @@ class Runner:
 
     def _send(self, service: Service, batch: OpenBatch) -> None:
         url = self._state.fact("url") or self._spec.endpoint
-        file_id = batch.file_id
+        file_id, is_new = batch.file_id, batch.file_id is None
         if file_id is None:
             path = self._work / f"requests-{batch.number}.jsonl"
             self._state.shorten_batch(batch.number, self._write(path, batch.number))
             file_id = service.upload(path)
             self._state.sent(batch.number, file_id=file_id)
             path.unlink()
-        fact = f"fields of batch {batch.number}"
+        fact = f"fields of batch {batch.key}"
         fields = self._state.fact(fact)  # the same each time: it is created once
         if fields is None:
             left = self._limits()  # nothing is left where a run before this one spent it
@@ -225,7 +228,12 @@ class Runner:
             }
             self._state.note(**{fact: fields})
         sent = service.create(file_id, url, key=batch.key, **fields)
-        self._state.sent(batch.number, batch_id=sent["id"])
+        if sent is not None:
+            self._state.sent(batch.number, batch_id=sent["id"])
+        elif is_new:
+            raise DatasetError("the service does not keep the file that it has taken")
+        else:  # of a run before, and gone since
+            self._state.drop_batch(batch.number)
 
     def _limits(self) -> dict[str, Any] | None:
         """What is left of them, as a new batch's fields; None: nothing."""
@@ -241,6 +249,8 @@ class Runner:
             fields["deadline_s"] = int(began + limits.deadline_s - time.time())
         if any(left < 1 for left in fields.values()):
             return None
+        if limits.retention_s is not None:
+            fields["rows_ttl_s"] = limits.retention_s
         if limits.error_rate is not None:
             fields["max_error_rate"] = limits.error_rate
         return fields
@@ -283,31 +293,33 @@ class Runner:
         if batch.batch_id is None:
             return False
         now = service.batch(batch.batch_id)
-        if now is None:  # another service, or one that has forgotten it
+        if now is not None and now["status"] == "failed":
+            raise self._refused(batch, now)
+        ended = now is not None and now["status"] in ENDED
+        look = self._looks.setdefault(batch.key, Look())
+        page = None if now is None else look.page(service, self._state, batch, ended=ended)
+        if now is None or page is None:  # another service, or one that has forgotten it
             self._state.drop_batch(batch.number)
             return True
-        if now["status"] == "failed":
-            raise self._refused(batch, now)
-        ended = now["status"] in ENDED
-        # of one that was cancelled before all its rows were jobs, some are never told of
-        lines, more = service.results(batch.batch_id, batch.num_seen, skip=ended)
-        done = ended and not (more and lines)
+        lines, done = page
         results = [self._result(line) for line in lines]
-        counts = now.get("request_counts") or {"completed": 0, "failed": 0}
-        num_told = batch.num_seen + len(lines)
-        self.progress.answered += max(0, counts["completed"] + counts["failed"] - num_told)
         if done:
             heard = {(each.row, each.sample, each.round) for each in results}
             results += list(self._unheard(batch, heard, now["status"]))
         if done and now.get("stop_reason"):
             self._state.note(wanted="cancel")
-        if not results and not done:
-            return False
-        num_seen = lines[-1]["row"] + 1 if lines else batch.num_seen
-        self._state.record(batch.number, results, num_seen=num_seen, done=done)
-        for each in results:
+        new = self._state.record(batch.number, results, done=done) if results or done else []
+        for each in new:
             self._add(each)
-        return True
+        if not done:
+            self._count_answered(batch, now)
+        return bool(new) or done
+
+    def _count_answered(self, batch: OpenBatch, now: Batch) -> None:
+        counts = now["request_counts"]
+        if counts["total"]:  # else its file is still read
+            num_known = counts["total"] - self._state.num_asked(batch.number)
+            self.progress.answered += max(0, counts["completed"] + counts["failed"] - num_known)
 
     def _add(self, result: Result) -> None:
         progress = self.progress

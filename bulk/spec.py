@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,6 +80,7 @@ class Limits(_Strict, frozen=True):
     tokens: Annotated[int, Meta(ge=1, le=2**53)] | None = None  # prompts and outputs, all rounds
     error_rate: Annotated[float, Meta(ge=0, lt=1)] | None = None  # failed of ended, in a batch
     deadline_s: Annotated[int, Meta(ge=1, le=30 * 86_400)] | None = None  # since its first batch
+    retention_s: Annotated[int, Meta(ge=3600, le=315_360_000)] | None = None  # in the service
 
 
 class Spec(_Strict, frozen=True):
@@ -170,6 +172,13 @@ def _check(spec: Spec, path: Path) -> None:
         refuse("repair", "needs something to validate")
     if spec.repair.how == "show_error" and spec.endpoint != "/v1/chat/completions":
         refuse("repair.how", "show_error needs the endpoint /v1/chat/completions")
+    if spec.input.delimiter is not None and spec.input.delimiter in '"\r\n':
+        refuse("input.delimiter", "must not be a quote, nor end a line")
+    for field, value in _free(spec):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            refuse(field, "is no value of JSON's: a date or .nan stands there without quotes, say")
     if spec.output.column == spec.output.details:
         refuse("output.details", "must not be output.column, too")
     for field, parameters in (
@@ -181,6 +190,14 @@ def _check(spec: Spec, path: Path) -> None:
                 refuse(f"{field}.{name}", "is not a parameter here: the spec has seed and samples")
             if name in ("model", "messages", "prompt", "stream"):
                 refuse(f"{field}.{name}", "is not a parameter: the spec decides it")
+
+
+def _free(spec: Spec) -> Iterator[tuple[str, Any]]:
+    """Values that may be anything JSON has; YAML has more."""
+    for name, value in spec.parameters.items():
+        yield f"parameters.{name}", value
+    for i, check in enumerate(spec.validate):
+        yield f"validate[{i}].json_schema", check.json_schema
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,8 +1,8 @@
 """How far a dataset is: its rows, and each try at each sample of them, in a file beside the output.
 
 The file is the truth of the command that makes the dataset. It may be killed at any moment: every
-change is a transaction. What a page of results says of tries is written together with how far the
-page went, so that none is missed and none is counted twice. Others may read it meanwhile.
+change is a transaction. A try takes one result, and what may follow from it is written together
+with it, so that none is missed and none is counted twice. Others may read it meanwhile.
 
     planned → asked → delivered | invalid | failed | redone
     redone: another try, of the next round, has taken its place
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS rows (
     number INTEGER PRIMARY KEY, place TEXT NOT NULL, custom_id TEXT UNIQUE, content TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY, key TEXT NOT NULL, file_id TEXT, batch_id TEXT,
-    num_seen INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0);
+    done INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS tries (
     row INTEGER NOT NULL, sample INTEGER NOT NULL, round INTEGER NOT NULL, state TEXT NOT NULL,
     rounds_left INTEGER NOT NULL, batch INTEGER, place INTEGER, kind TEXT, reason TEXT,
@@ -73,7 +73,6 @@ class OpenBatch:
     key: str  # under which it is created, once
     file_id: str | None
     batch_id: str | None
-    num_seen: int
 
 
 class State:
@@ -156,7 +155,7 @@ class State:
                 " WHERE row = ? AND sample = ? AND round = ?",
                 ((number, place, *key) for place, key in enumerate(some)),
             )
-        return OpenBatch(number, key, None, None, 0)
+        return OpenBatch(number, key, None, None)
 
     def shorten_batch(self, number: int, num_tries: int) -> None:
         """Those behind the first so many are planned again."""
@@ -177,15 +176,23 @@ class State:
             self._db.execute(f"UPDATE batches SET {name} = ? WHERE number = ?", (value, number))
 
     def open_batches(self) -> list[OpenBatch]:
-        query = (
-            "SELECT number, key, file_id, batch_id, num_seen FROM batches"
-            " WHERE NOT done ORDER BY number"
-        )
+        query = "SELECT number, key, file_id, batch_id FROM batches WHERE NOT done ORDER BY number"
         return [OpenBatch(*row) for row in self._db.execute(query)]
 
     def asked(self, number: int) -> Iterator[Try]:
         """A batch's tries that have no result, in the order of its file."""
         return self._tries("t.state = 'asked' AND t.batch = ? ORDER BY t.place", number)
+
+    def first_asked(self, number: int, place: int) -> int | None:
+        """The place of a batch's first try without a result, from this one on."""
+        query = "SELECT min(place) FROM tries WHERE state = 'asked' AND batch = ? AND place >= ?"
+        found = self._db.execute(query, (number, place)).fetchone()[0]
+        return None if found is None else int(found)
+
+    def num_asked(self, number: int) -> int:
+        """A batch's tries that have no result."""
+        query = "SELECT count(*) FROM tries WHERE state = 'asked' AND batch = ?"
+        return int(self._db.execute(query, (number,)).fetchone()[0])
 
     def try_of(self, row: int, sample: int, round_: int) -> Try:
         where = "t.row = ? AND t.sample = ? AND t.round = ?"
@@ -200,10 +207,10 @@ class State:
         found = self._db.execute(query, (row, sample)).fetchone()[0]
         return None if found is None else int(found)
 
-    def record(
-        self, batch: int, results: Iterable[Result], *, num_seen: int, done: bool = False
-    ) -> None:
-        """What is `redone` gets another try. A try that has a result keeps it."""
+    def record(self, batch: int, results: Iterable[Result], *, done: bool = False) -> list[Result]:
+        """Those that were new. What is `redone` gets another try. A try that has a result keeps
+        it."""
+        new = []
         with self.transaction():
             for each in results:
                 key = (each.row, each.sample, each.round)
@@ -215,12 +222,13 @@ class State:
                      json.dumps(each.details, ensure_ascii=False), each.prompt_tokens,
                      each.completion_tokens, *key, batch),
                 )  # fmt: skip
-                if changed.rowcount and each.state == "redone":
+                if not changed.rowcount:
+                    continue
+                new.append(each)
+                if each.state == "redone":
                     self._plan_again(key, "rounds_left - 1")
-            self._db.execute(
-                "UPDATE batches SET num_seen = ?, done = ? WHERE number = ?",
-                (num_seen, done, batch),
-            )
+            self._db.execute("UPDATE batches SET done = ? WHERE number = ?", (done, batch))
+        return new
 
     def _plan_again(self, key: tuple[int, int, int], rounds_left: str) -> None:
         self._db.execute(

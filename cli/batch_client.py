@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote
 
+from bulk.inputs import open_plain
 from cli.client import AWAY, AWAY_PAUSE_S, Client, Refused, Unreachable
 
 R = TypeVar("R")
@@ -19,28 +20,42 @@ AWAY_S = 600.0  # then whoever started the command is to start it again
 Batch = dict[str, Any]  # a batch object as the service shows it
 
 
+class _Read:
+    """A file of which nothing is known but its next bytes: of a packed one the size is not that of
+    what comes out of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.read = file.read
+
+
 class BatchClient(Client):
     """Waits for a service that is away. Every method raises ClientError."""
 
     def upload(self, path: Path) -> str:
-        """The file's id; its bytes are read while they are sent."""
+        """The file's id; its bytes are read, and unpacked, while they are sent. Raises one of
+        bulk.inputs.UNREADABLE where they cannot be."""
 
         def send() -> dict[str, Any]:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 return self._call(
                     "POST", "/v1/files", data={"purpose": "batch"},
-                    files={"file": (path.name, file)}, timeout=UPLOAD_S,
+                    files={"file": (path.name, cast(BinaryIO, _Read(file)))}, timeout=UPLOAD_S,
                 )  # fmt: skip
 
         return str(_patiently(send)["id"])
 
-    def create(self, file_id: str, endpoint: str, *, key: str, **fields: Any) -> Batch:
-        """The same batch for the same key."""
+    def create(self, file_id: str, endpoint: str, *, key: str, **fields: Any) -> Batch | None:
+        """The same batch for the same key; None where the service does not know the file."""
         make = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
         headers = {"Idempotency-Key": key}
-        return _patiently(
-            lambda: self._call("POST", "/v1/batches", json=make | fields, headers=headers)
-        )
+        try:
+            return _patiently(
+                lambda: self._call("POST", "/v1/batches", json=make | fields, headers=headers)
+            )
+        except Refused as error:
+            if error.param == "input_file_id":
+                return None
+            raise
 
     def batch(self, batch_id: str) -> Batch | None:
         """None where the service does not know it."""
@@ -53,12 +68,17 @@ class BatchClient(Client):
 
     def results(
         self, batch_id: str, num_seen: int, *, skip: bool = False
-    ) -> tuple[list[dict[str, Any]], bool]:
+    ) -> tuple[list[dict[str, Any]], bool] | None:
         """Lines of the rows behind the first `num_seen`, up to one that has not ended, or past such
-        ones; and whether there are more to come."""
+        ones; and whether there are more to come. None where the service keeps them no more."""
         query: dict[str, Any] = {"limit": ROWS, "skip_unfinished": "true" if skip else "false"}
         query |= {"after": num_seen - 1} if num_seen else {}
-        page = _patiently(lambda: self._call("GET", f"{_path(batch_id)}/results", params=query))
+        try:
+            page = _patiently(lambda: self._call("GET", f"{_path(batch_id)}/results", params=query))
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
         return page["data"], page["has_more"]
 
     def steer(self, batch_id: str, verb: str) -> Batch:

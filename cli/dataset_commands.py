@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,22 +24,13 @@ from cli.client import ClientError
 from cli.dataset_view import View, summary
 from cli.options import environment
 from cli.service import StartError
-from cli.serving import serving
+from cli.serving import Where, serving
 from jobs.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 NOT_RETRIED = ("invalid_request",)  # the same request would be refused again
 SPEC = click.argument("spec_path", metavar="SPEC", type=click.Path(dir_okay=False, path_type=Path))
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The service that a command is to use."""
-
-    url: str | None
-    model: str | None
-    data_dir: str | None
 
 
 def service_options(command: F) -> F:

@@ -5,12 +5,15 @@ goes on, after Ctrl-C, a crash or a lost connection. Answers are appended to OUT
 order of the input while the batch runs, and get the output's name when all are there.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,18 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bulk.inputs import UNREADABLE, open_plain
 from cli.batch_client import ENDED, Batch, BatchClient
 from cli.client import ClientError
 from cli.options import environment
 from cli.service import StartError
-from cli.serving import serving
+from cli.serving import Where, serving
+from jobs.lines import lines_of
 from jobs.settings import Settings
 
 POLL_S = 0.5
 SHOWN_ERRORS = 20
+MAX_LINE_BYTES = 1 << 26  # of the first row, which is read here
 
 
 @dataclass(slots=True)
@@ -71,33 +77,72 @@ def run_batch(
 ) -> None:
     """Answer a file of requests. The same command again goes on where it stopped.
 
+    The input may be packed with gzip or Zstandard.
+
     Exit status 0: every row has its line in the output, be it an error; 1: it has not.
     """
     if url and (model or data_dir):
         raise click.UsageError("--model and --data-dir are for a service run here, without --url")
     if not output.parent.is_dir():  # known before a service is started for it
         raise click.UsageError(f"{output.parent} is no folder")
+    if output.exists() and output.samefile(source):
+        raise click.UsageError("--output-file is --input-file: the requests would be lost")
     console = Console(stderr=True)
-    endpoint, named = _first_row(source)
-    place = output.with_name(f".{output.name}.tokenmill")
-    state = _earlier(place, _digest(source))
-    if state.done and output.exists():
-        console.print(f"{output} is complete already", markup=False, soft_wrap=True)
-        return
-    state.done = False
+    fields: dict[str, Any] = {} if priority is None else {"priority": priority}
+    fields |= {"dedupe": True} if dedupe else {}
     try:
-        with serving(console, url, model or named, data_dir) as address:
-            key = Settings.from_env(environment()).api_key
-            with BatchClient(address, key=key) as client:
-                work = _Work(client, console, source, output, place, state)
-                fields: dict[str, Any] = {} if priority is None else {"priority": priority}
-                batch = work.run(endpoint, fields | ({"dedupe": True} if dedupe else {}))
+        with _held(output):
+            batch = _answered(console, source, output, Where(url, model, data_dir), fields)
     except (ClientError, StartError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         console.print("stopped: the same command goes on from here")
         sys.exit(130)
-    _tell(console, batch, output)
+    if batch is None:
+        console.print(f"{output} is complete already", markup=False, soft_wrap=True)
+    else:
+        _tell(console, batch, output)
+
+
+def _answered(
+    console: Console, source: Path, output: Path, where: Where, fields: dict[str, Any]
+) -> Batch | None:
+    """The batch when it has ended; None where all was done before."""
+    try:
+        endpoint, named = _first_row(source)
+        place = output.with_name(f".{output.name}.tokenmill")
+        state = _earlier(place, _digest(source))
+    except UNREADABLE as error:
+        raise _unreadable(source, error) from None
+    if state.done and output.exists():
+        return None
+    state.done = False
+    with serving(console, where.url, where.model or named, where.data_dir) as address:
+        key = Settings.from_env(environment()).api_key
+        with BatchClient(address, key=key) as client:
+            return _Work(client, console, source, output, place, state).run(endpoint, fields)
+
+
+@contextmanager
+def _held(output: Path) -> Iterator[None]:
+    """By one command at a time: two would append to one file. The lock goes with its file."""
+    path = output.with_name(f".{output.name}.tokenmill.lock")
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"{output} is being made by another run-batch"
+                raise click.ClickException(message) from None
+            if os.fstat(fd).st_nlink:  # else its last holder has just taken it away
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(fd)
 
 
 class _Work:
@@ -120,8 +165,9 @@ class _Work:
 
     def run(self, endpoint: str, fields: dict[str, Any]) -> Batch:
         """The batch when it has ended; then its rows are in the output."""
-        batch = self._begin(endpoint, fields)
-        batch = self._follow(batch)
+        batch = None
+        while batch is None:
+            batch = self._follow(self._begin(endpoint, fields))
         if batch["status"] == "failed":
             self._part.unlink(missing_ok=True)
             self._place.unlink(missing_ok=True)
@@ -138,18 +184,35 @@ class _Work:
             if (batch := self._client.batch(state.batch_id)) is not None:
                 self._console.print(f"going on with {state.batch_id}", style="dim")
                 return batch
-            state.file_id, state.batch_id, state.key = None, None, uuid.uuid4().hex
+            self._forget()
         self._part.unlink(missing_ok=True)
         self._save()
-        if state.file_id is None:
+        if state.file_id is not None:  # of a time before
+            batch = self._client.create(state.file_id, endpoint, key=state.key, **fields)
+            if batch is not None:
+                return self._begun(batch)
+        try:
             state.file_id = self._client.upload(self._source)
-            self._save()
+        except UNREADABLE as error:
+            raise _unreadable(self._source, error) from None
+        self._save()
         batch = self._client.create(state.file_id, endpoint, key=state.key, **fields)
-        state.batch_id = batch["id"]
+        if batch is None:
+            raise ClientError(f"{self._client.url} does not keep the file that it has taken")
+        return self._begun(batch)
+
+    def _begun(self, batch: Batch) -> Batch:
+        self._state.batch_id = batch["id"]
         self._save()
         return batch
 
-    def _follow(self, batch: Batch) -> Batch:
+    def _forget(self) -> None:
+        """The service knows nothing of it any more: begin anew, under another key."""
+        state = self._state
+        state.file_id, state.batch_id, state.key = None, None, uuid.uuid4().hex
+
+    def _follow(self, batch: Batch) -> Batch | None:
+        """The batch when it has ended; None where its rows are kept no more."""
         num_rows = _whole_lines(self._part)
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -159,7 +222,12 @@ class _Work:
             task = progress.add_task(batch["status"], total=None)
             while True:
                 ended = batch["status"] in ENDED
-                lines, more = self._client.results(batch["id"], num_rows)
+                page = self._client.results(batch["id"], num_rows)
+                if page is None:
+                    self._console.print(f"{batch['id']} has no rows any more: begun anew")
+                    self._forget()
+                    return None
+                lines, more = page
                 for line in lines:
                     for name in ("row", "attempt", "timings", "saved_tokens"):  # ours alone
                         line.pop(name, None)
@@ -187,20 +255,22 @@ class _Work:
 
 def _first_row(source: Path) -> tuple[str, str | None]:
     """The endpoint and the model of the first row, which all others must have too."""
-    with source.open("rb") as file:
-        for line in file:
-            if text := line.removeprefix(b"\xef\xbb\xbf").strip():
-                break
-        else:
-            raise click.ClickException(f"{source} has no rows")
+    with open_plain(source) as file:
+        line = next(lines_of(file, MAX_LINE_BYTES), None)
+    if line is None:
+        raise click.ClickException(f"{source} has no rows")
     try:
-        row = json.loads(text)
+        row = json.loads(line.data or b"")
         endpoint, model = row["url"], row["body"]["model"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise click.ClickException(
             f"{source}: the first line is no request with url and body.model"
         ) from None
     return str(endpoint), model if isinstance(model, str) else None
+
+
+def _unreadable(source: Path, error: Exception) -> click.ClickException:
+    return click.ClickException(f"{source} cannot be read: {error}")
 
 
 def _digest(source: Path) -> str:

@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,15 @@ from cli.start import reporter
 from jobs.settings import Settings, variable
 
 UNLIMITED = {"max_batch_rows": 10_000_000, "max_file_bytes": 1 << 44}  # one's own machine
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The service that a command is to use."""
+
+    url: str | None
+    model: str | None
+    data_dir: str | None
 
 
 @contextmanager

@@ -57,5 +57,8 @@ class BatchRecord:
     max_error_rate: float | None = None
     stop_reason: str | None = None  # a StopReason
     progress: dict[str, Any] | None = None  # see jobs.batch_progress
+    rows_ttl_s: int | None = None  # once it has ended; None: for ever
+    rows_expire_at: float | None = None  # of one that has
+    rows_removed_at: float | None = None
     dedupe: bool = False  # identical rows are run once
     num_same: int = 0  # rows like an earlier one; known when the file has been read

@@ -112,6 +112,9 @@ def batch_object(batch: BatchRecord) -> dict[str, Any]:
         "stop_reason": batch.stop_reason,
         "progress": batch.progress,
         "dedupe": batch.dedupe,
+        "rows_ttl_s": batch.rows_ttl_s,
+        "rows_expire_at": _second(batch.rows_expire_at),
+        "rows_removed_at": _second(batch.rows_removed_at),
     }
 
 

@@ -16,14 +16,19 @@ class Line:
     data: bytes | None  # None: too long
 
 
-def read_lines(file: BinaryIO, max_bytes: int, *, offset: int = 0) -> Iterator[Line]:
-    """Lines that say something, from `offset` on. A line ends with a newline alone: U+2028 and its
-    like are text. Numbers count from where the reading began."""
+def read_lines(
+    file: BinaryIO, max_bytes: int, *, offset: int = 0, blanks: bool = False
+) -> Iterator[Line]:
+    """Lines that say something, from `offset` on, and with `blanks` those that do not, whose data
+    is empty. A line ends with a newline alone: U+2028 and its like are text. Numbers count from
+    where the reading began."""
     file.seek(offset)
-    return lines_of(file, max_bytes, offset=offset)
+    return lines_of(file, max_bytes, offset=offset, blanks=blanks)
 
 
-def lines_of(file: BinaryIO, max_bytes: int, *, offset: int = 0) -> Iterator[Line]:
+def lines_of(
+    file: BinaryIO, max_bytes: int, *, offset: int = 0, blanks: bool = False
+) -> Iterator[Line]:
     """The same of a file that stands at `offset`, and need not be one that can be wound back."""
     number, end = 0, offset
     while data := file.readline(max_bytes + 2):
@@ -38,5 +43,5 @@ def lines_of(file: BinaryIO, max_bytes: int, *, offset: int = 0) -> Iterator[Lin
         data = data.strip(b" \t\r\n")
         if too_long or len(data) > max_bytes:
             yield Line(number, start, end, None)
-        elif data:
+        elif data or blanks:
             yield Line(number, start, end, data)

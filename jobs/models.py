@@ -292,6 +292,9 @@ class Batch(Base):
     paused_s: Mapped[float] = mapped_column(server_default="0")  # before paused_at
     dedupe: Mapped[int] = mapped_column(server_default="0")  # 1: identical rows are run once
     num_same: Mapped[int] = mapped_column(server_default="0")  # rows like an earlier one, then
+    rows_ttl_s: Mapped[int | None]  # once it has ended; null: for ever
+    rows_expire_at: Mapped[float | None]  # known when it has ended, null again when they went
+    rows_removed_at: Mapped[float | None]
 
 
 def _table(model: type[Base]) -> Table:
@@ -368,6 +371,7 @@ Index("idempotency_keys_age", idempotency_keys.c.created_at)
 Index("files_of", files.c.tenant_id, files.c.created_at, files.c.id)
 _partial("files_to_expire", files.c.expires_at, where="expires_at IS NOT NULL")
 Index("batches_of", batches.c.tenant_id, batches.c.created_at, batches.c.id)
+_partial("batches_to_empty", batches.c.rows_expire_at, where="rows_expire_at IS NOT NULL")
 _partial("batches_open", batches.c.created_at, where="closed_at IS NULL")
 _unique_row = text("row_number IS NOT NULL")
 Index(

@@ -20,6 +20,7 @@ from jobs.setting_values import ModelEntry, SettingsError, check, checkpoint, mo
 __all__ = ["ModelEntry", "Settings", "SettingsError", "unknown_variables", "variable"]
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+MIN_ROWS_TTL_S, MAX_ROWS_TTL_S = 60, 315_360_000
 
 
 def _setting(
@@ -247,6 +248,11 @@ class Settings:
     batch_order: str = _setting(
         "planned", "Order in which a batch's rows run: those that begin alike together and long "
         "ones first, or that of its file.", choices=("planned", "input"),
+    )  # fmt: skip
+    batch_rows_ttl_s: int | None = _setting(
+        None, "How long rows and output of a batch are kept after its end, where it says nothing "
+        "itself; unset: its rows until they are deleted, its files as others.", unit="seconds",
+        low=MIN_ROWS_TTL_S, high=MAX_ROWS_TTL_S,
     )  # fmt: skip
     max_batch_rows: int = _setting(50_000, "Most rows of one batch.", low=1, high=10_000_000)
     webhook_timeout_s: float = _setting(

@@ -64,6 +64,7 @@ ALL_TENANTS = {
     "jobs.places._read": "the order of a model's queue, of which only positions are shown",
     "jobs.places.line": "how many jobs of each tenant run, for the order of a model's queue",
     "jobs.quotas.held_back": "a worker's: ids come from the runway",
+    "jobs.retention.empty_one": "the sweeper's: which batch is next; its rows are its tenant's",
     "jobs.store.counts": "metrics",
     "jobs.store.ended": "which jobs have ended, of ids whose waiters have been let in",
     "jobs.store.trace_parents": "the sweeper's: ids go onto the runway",

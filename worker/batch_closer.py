@@ -139,6 +139,8 @@ def _closed(
     }
     ended = replace(batch, finalizing_at=batch.finalizing_at or now)
     found = batch_progress.progress(connection, ended, now=now)
+    if batch.rows_ttl_s is not None:
+        values["rows_expire_at"] = now + batch.rows_ttl_s
     values["progress"] = encode(batch_progress.progress_object(batch, found))
     batches.keep(connection, batch, keeper.name, now=now, values=values)
     ttl_s = batch.output_ttl_s or keeper.settings.file_ttl_s

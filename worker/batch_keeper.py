@@ -257,9 +257,10 @@ class BatchKeeper:
         with ExitStack() as unless_kept:
             plan = self._new_plan()
             unless_kept.callback(plan.close)
-            for number, line in enumerate(read_lines(file, self.settings.max_job_bytes)):
-                add_to(plan, batch, number, line)
-                if number % LINES == LINES - 1:
+            for line in read_lines(file, self.settings.max_job_bytes, blanks=True):
+                if line.data:
+                    add_to(plan, batch, plan.num_rows, line)
+                if line.number % LINES == 0:
                     self._keep(batch)
                     yield
             unless_kept.pop_all()

@@ -25,6 +25,7 @@ from jobs.settings import Settings
 from worker.batch_plan import Plan
 
 SHOWN = 64  # characters of a custom_id in a message
+PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # gzip, Zstandard
 _NONE = msgspec.Raw()
 
 
@@ -80,18 +81,28 @@ class Reading:
         self._batch = batch
         self._settings = settings
         self._served = {entry.name for entry in settings.models}
-        self._lines = read_lines(file, settings.max_job_bytes)
+        self._lines = read_lines(file, settings.max_job_bytes, blanks=True)
         # 8 bytes of each custom_id: what looks like a duplicate is looked at again
         self._digests = [array("Q") for _ in range(256)]
+        self._doubled: set[int] = set()  # digests that are there twice: the file is read once more
+        self._first_lines: dict[str, int] = {}  # of custom_ids with such a digest
 
     def step(self, num_lines: int) -> bool:
-        """Read so many lines more; False at the end."""
+        """Read so many lines more, blank ones too; False at the end."""
         for _ in range(num_lines):
             line = next(self._lines, None)
             if line is None:
-                self._end()
-                return False
+                return self._reads_again()
+            if line.data == b"":
+                continue
+            if self._doubled:
+                self._find_duplicate(line)
+                continue
             self.num_rows += 1
+            if self.num_rows == 1 and line.data is not None and line.data.startswith(PACKED):
+                message = "the file is packed: it is to be sent plain, as `run-batch` does"
+                self._refuse("packed_file", message, None)
+                return False
             if self.num_rows > self._settings.max_batch_rows:
                 limit = self._settings.max_batch_rows
                 message = f"the file has more than {limit} rows, the most of one batch"
@@ -136,32 +147,32 @@ class Reading:
             return "mismatched_model", message, "body.model"
         return None
 
-    def _end(self) -> None:
+    def _reads_again(self) -> bool:
+        """At the end of the file: whether to look which of its custom_ids are there twice."""
+        if self._doubled or len(self.errors) >= MAX_ERRORS:
+            return False
         if not self.num_rows:
             self._refuse("empty_file", "the file has no rows", None)
-        doubled = set()
         for digests in self._digests:
             ordered = sorted(digests)
-            doubled |= {one for one, other in pairwise(ordered) if one == other}
-        if doubled:
-            self._find_duplicates(doubled)
+            self._doubled |= {one for one, other in pairwise(ordered) if one == other}
+        self._lines = read_lines(self._file, self._settings.max_job_bytes, blanks=True)
+        return bool(self._doubled)
 
-    def _find_duplicates(self, doubled: set[int]) -> None:
-        first: dict[str, int] = {}
-        for line in read_lines(self._file, self._settings.max_job_bytes):
-            if line.data is None or len(self.errors) >= MAX_ERRORS:
-                continue
-            try:
-                custom_id = _decode(line.data).custom_id
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
-            if _digest(custom_id) not in doubled:
-                continue
-            earlier = first.setdefault(custom_id, line.number)
-            if earlier != line.number:
-                shown = repr(custom_id[:SHOWN])
-                message = f"custom_id {shown} is that of line {earlier} already"
-                self._refuse("duplicate_custom_id", message, line.number, "custom_id")
+    def _find_duplicate(self, line: Line) -> None:
+        if line.data is None or len(self.errors) >= MAX_ERRORS:
+            return
+        try:
+            custom_id = _decode(line.data).custom_id
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return
+        if _digest(custom_id) not in self._doubled:
+            return
+        earlier = self._first_lines.setdefault(custom_id, line.number)
+        if earlier != line.number:
+            shown = repr(custom_id[:SHOWN])
+            message = f"custom_id {shown} is that of line {earlier} already"
+            self._refuse("duplicate_custom_id", message, line.number, "custom_id")
 
     def _refuse(self, code: str, message: str, line: int | None, param: str | None = None) -> None:
         if len(self.errors) < MAX_ERRORS:

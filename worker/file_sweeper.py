@@ -1,14 +1,16 @@
-"""Takes away files whose time is over, and bytes that no row names. A part of the sweeper."""
+"""Takes away files and batches' rows whose time is over, and bytes that no row names. A part of the
+sweeper."""
 
 import logging
 import time
 
-from jobs import files
+from jobs import files, retention
 from jobs.database import Database
 from jobs.file_store import FileStore
 from jobs.settings import Settings
 
 EXPIRE_EVERY_S = 10.0
+MOST_ROUNDS = 20  # of one sweep: other batches wait meanwhile
 STRAYS_EVERY_S = 600.0
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ class FileSweeper:
         try:
             if now >= self._expire_due:
                 self.expire()
-                self._expire_due = now + EXPIRE_EVERY_S
+                is_done = self.empty_batches()
+                self._expire_due = now + (EXPIRE_EVERY_S if is_done else 0.0)
             if now >= self._strays_due:
                 self.remove_strays()
                 self._strays_due = now + STRAYS_EVERY_S
@@ -45,6 +48,19 @@ class FileSweeper:
         if ids:
             logger.info("%d files expired", len(ids))
         return len(ids)
+
+    def empty_batches(self) -> bool:
+        """Delete rows of batches that are over, some at a time; whether all of them are gone."""
+        for _ in range(MOST_ROUNDS):
+            with self._database.begin() as connection:
+                emptied = retention.empty_one(connection, self._database.clock(connection))
+            if emptied is None:
+                return True
+            for file_id in emptied.file_ids:
+                self._store.remove(file_id)
+            if emptied.is_done:
+                logger.info("batch %s emptied: its time was over", emptied.batch_id)
+        return False
 
     def remove_strays(self) -> int:
         """What uploads and deletions that died have left."""

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.core import refuse_key
-from api.errors import BadRequest, Conflict, json_response
+from api.errors import BadRequest, Conflict, NotFound, json_response
 from api.query import boolean, integer, read_query
 from api.routes.batches import known
 from api.routes.files import write_row
 from api.routing import Router
 from api.services import Services
-from jobs import batches, files
+from jobs import batches, files, retention
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object, encoded, is_worth_another_try, line, request_line
 from jobs.file_store import Incoming
@@ -40,6 +40,7 @@ async def results(batch_id: str, request: Request, services: Services, tenant: s
 
     def read(connection: Connection, now: float) -> dict[str, Any]:
         batch = batches.get(connection, batch_id, tenant=tenant, now=now)
+        _need_rows(batch, now)
         skips = query.get("skip_unfinished", False)
         records = batches.rows_after(
             connection, batch_id, tenant=tenant, after=after, limit=limit, ended=skips
@@ -47,6 +48,14 @@ async def results(batch_id: str, request: Request, services: Services, tenant: s
         return _page(batch, records, after, skips)
 
     return json_response(await known(services.sql.read, batch_id, read))
+
+
+def _need_rows(batch: BatchRecord, now: float) -> None:
+    """Raises NotFound where they have been deleted, or are being deleted."""
+    if retention.are_over(batch, now):
+        raise NotFound(
+            "the batch's rows are not kept any more: its rows_ttl_s is over", code="rows_removed"
+        )
 
 
 def _page(batch: BatchRecord, records: list[JobRecord], after: int, skips: bool) -> dict[str, Any]:
@@ -105,7 +114,9 @@ async def retry_failed(
     refuse_key(request)
 
     def read(connection: Connection, now: float) -> BatchRecord:
-        return batches.get(connection, batch_id, tenant=tenant, now=now)
+        batch = batches.get(connection, batch_id, tenant=tenant, now=now)
+        _need_rows(batch, now)
+        return batch
 
     batch: BatchRecord = await known(services.sql.read, batch_id, read)
     if batch.closed_at is None:
@@ -151,6 +162,8 @@ async def _begin(services: Services, batch: BatchRecord, incoming: Incoming) -> 
             created_at=now,
             expires_at=now + services.settings.file_ttl_s,
         )
+        # rows may have been deleted while they were read
+        _need_rows(batches.get(connection, batch.id, tenant=batch.tenant_id, now=now), now)
         files.add(connection, file)
         record = BatchRecord(
             id=batches.new_batch_id(),
@@ -161,6 +174,7 @@ async def _begin(services: Services, batch: BatchRecord, incoming: Incoming) -> 
             priority=batch.priority,
             output_ttl_s=batch.output_ttl_s,
             dedupe=batch.dedupe,
+            rows_ttl_s=batch.rows_ttl_s,
             state=BatchState.VALIDATING,
             created_at=now,
             expires_at=now + batches.WINDOW_S,

@@ -22,6 +22,7 @@ from jobs import batches, files, openai, store
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.batch_shapes import batch_object
 from jobs.records import MAX_DEADLINE_S, MAX_PRIORITY, MIN_PRIORITY
+from jobs.settings import MAX_ROWS_TTL_S, MIN_ROWS_TTL_S
 
 R = TypeVar("R")
 
@@ -57,6 +58,7 @@ class NewBatch(Fields):
     token_budget: Annotated[int, Field(ge=1, le=2**53)] | None = None
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
     dedupe: bool = False
+    rows_ttl_s: Annotated[int, Field(ge=MIN_ROWS_TTL_S, le=MAX_ROWS_TTL_S)] | None = None
 
 
 @router.post("/v1/batches")
@@ -78,7 +80,7 @@ async def create(request: Request, services: Services, tenant: str) -> Response:
         file = files.get(connection, new.input_file_id, tenant=tenant, now=now)
         if file.purpose != files.BATCH:
             raise BadRequest("the file's purpose must be batch", param="input_file_id")
-        record = _record(new, batch_id, tenant, now)
+        record = _record(new, batch_id, tenant, now, services.settings.batch_rows_ttl_s)
         batches.create(connection, record)
         return record, False
 
@@ -134,7 +136,9 @@ def _read(raw: bytes) -> tuple[NewBatch, bytes]:
     return checked(value, NewBatch, noun="a batch"), digest(value)
 
 
-def _record(new: NewBatch, batch_id: str, tenant: str, now: float) -> BatchRecord:
+def _record(
+    new: NewBatch, batch_id: str, tenant: str, now: float, rows_ttl_s: int | None
+) -> BatchRecord:
     after = new.output_expires_after
     return BatchRecord(
         id=batch_id,
@@ -150,6 +154,7 @@ def _record(new: NewBatch, batch_id: str, tenant: str, now: float) -> BatchRecor
         token_budget=new.token_budget,
         max_error_rate=new.max_error_rate,
         dedupe=new.dedupe,
+        rows_ttl_s=new.rows_ttl_s or rows_ttl_s,
     )
 
 

@@ -1,14 +1,21 @@
 """What stands under a batch over HTTP: rows before the end, pause and resume, retry."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import select, update
 
-from jobs import sweep
+from api.routes import batch_rows
+from jobs import retention, sweep
+from jobs.database import Database
+from jobs.models import attempts, batches
 from tests.api.conftest import MODEL, error_of, hands_on, serving
 from tests.api.test_guard import door  # noqa: F401  a server that asks for keys
+from worker import file_sweeper
 from worker.batch_keeper import BatchKeeper
+from worker.file_sweeper import FileSweeper
 
 
 @pytest.fixture
@@ -145,6 +152,101 @@ def test_another_tenants_batch_is_not_there(door):  # noqa: F811
     assert door.client.get("/v1/batches").json()["data"] == []
     reply = door.client.get("/v1/batches", params={"after": batch_id})
     assert error_of(reply)["param"] == "after"
+
+
+def age(database, batch_id, seconds):
+    """Its rows' time is over so much sooner."""
+    with database.begin() as connection:
+        connection.execute(
+            update(batches)
+            .where(batches.c.id == batch_id)
+            .values(rows_expire_at=batches.c.rows_expire_at - seconds)
+        )
+
+
+def ended(client, hands, turn, num, **fields):
+    """A batch all of whose rows have been answered."""
+    batch_id = create(client, num, **fields)
+    turn()
+    for job_id in jobs_of(client, batch_id).values():
+        hands.finish(hands.claim(job_id))
+    turn()
+    return client.get(f"/v1/batches/{batch_id}").json()
+
+
+def said_to_be_gone(client, batch_id):
+    for verb, call in ((client.get, "results"), (client.post, "retry_failed")):
+        reply = verb(f"/v1/batches/{batch_id}/{call}")
+        assert (reply.status_code, error_of(reply)["code"]) == (404, "rows_removed")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_rows_and_files_go_when_their_time_is_over_and_counts_stay(shop, kept, monkeypatch, killed):
+    monkeypatch.setattr(retention, "ROUND", 2)
+    monkeypatch.setattr(file_sweeper, "MOST_ROUNDS", 2 if killed else 20)
+    client = shop[0]
+    gone, other = ended(*shop, 7, rows_ttl_s=60), ended(*shop, 1)
+    assert gone["rows_expire_at"] - gone["completed_at"] == 60
+    assert other["rows_expire_at"] is None
+    database, ids = Database(kept.database_url), set(jobs_of(client, gone["id"]).values())
+    assert FileSweeper(kept, database).empty_batches()
+    assert results(client, gone["id"])[0] == list(range(7))  # not yet
+    age(database, gone["id"], 61)
+    said_to_be_gone(client, gone["id"])
+    assert FileSweeper(kept, database).empty_batches()
+    assert len(jobs_of(client, gone["id"])) == 7  # who had begun to read them reads on
+    age(database, gone["id"], retention.GRACE_S)
+    if killed:
+        assert not FileSweeper(kept, database).empty_batches()
+        assert len(jobs_of(client, gone["id"])) == 3
+        assert client.get(f"/v1/files/{gone['output_file_id']}/content").status_code == 200
+        assert client.get(f"/v1/batches/{gone['id']}").json()["rows_removed_at"] is None
+        said_to_be_gone(client, gone["id"])
+    while not FileSweeper(kept, database).empty_batches():
+        pass
+    with database.read() as connection:
+        assert ids.isdisjoint(connection.scalars(select(attempts.c.job_id)))
+    database.dispose()
+    assert (jobs_of(client, gone["id"]), len(jobs_of(client, other["id"]))) == ({}, 1)
+    emptied = client.get(f"/v1/batches/{gone['id']}").json()
+    assert emptied["rows_removed_at"] >= gone["completed_at"]
+    changed = ("rows_removed_at", "rows_expire_at")
+    assert emptied == gone | {name: emptied[name] for name in changed}
+    assert emptied["request_counts"]["completed"] == 7
+    assert client.get(f"/v1/files/{gone['output_file_id']}").status_code == 404
+    assert client.get(f"/v1/files/{gone['input_file_id']}").status_code == 200
+    assert gone["output_file_id"] not in os.listdir(kept.files_dir)
+    said_to_be_gone(client, gone["id"])
+
+
+def test_a_batch_of_rows_to_try_again_is_not_begun_with_some_of_them(shop, kept, monkeypatch):
+    """Rows whose time ends while they are read: the others alone would pass for all of them."""
+    client, _, turn = shop
+    batch_id = create(client, 3, rows_ttl_s=60)
+    turn()
+    client.post(f"/v1/batches/{batch_id}/cancel")
+    turn()
+    database = Database(kept.database_url)
+    line = batch_rows.request_line
+
+    def late(record):
+        if record.row_number == 1:
+            age(database, batch_id, 61)
+        return line(record)
+
+    monkeypatch.setattr(batch_rows, "request_line", late)
+    reply = client.post(f"/v1/batches/{batch_id}/retry_failed")
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "rows_removed")
+    assert len(client.get("/v1/batches").json()["data"]) == 1
+    database.dispose()
+
+
+@pytest.mark.parametrize("given", [59, 315_360_001, "60", True])
+def test_a_time_to_keep_rows_has_its_bounds(shop, given):
+    client, _, _ = shop
+    make = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}
+    reply = client.post("/v1/batches", json=make | {"rows_ttl_s": given})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "rows_ttl_s")
 
 
 def test_limits_and_progress_stand_in_the_batch(shop):

@@ -17,7 +17,11 @@ class Died(Exception):
 
 
 class StandIn:
-    def __init__(self, answer: Answer = shown, *, rows_at_once: int = 7) -> None:
+    """Answers the last rows first with `backwards`; keeps no rows of batches in `emptied`."""
+
+    def __init__(
+        self, answer: Answer = shown, *, rows_at_once: int = 7, backwards: bool = False
+    ) -> None:
         self.answer = answer
         self.rows_at_once = rows_at_once
         self.files: dict[str, list[dict[str, Any]]] = {}
@@ -26,6 +30,8 @@ class StandIn:
         self.num_answered = 0
         self.steered: list[tuple[str, str]] = []
         self.dies_in: int | None = None  # so many calls
+        self.backwards = backwards
+        self.emptied: set[str] = set()
 
     def _called(self) -> None:
         if self.dies_in is not None:
@@ -41,14 +47,18 @@ class StandIn:
         self._called()
         return name
 
-    def create(self, file_id: str, endpoint: str, *, key: str, **fields: Any) -> dict[str, Any]:
+    def create(
+        self, file_id: str, endpoint: str, *, key: str, **fields: Any
+    ) -> dict[str, Any] | None:
+        if file_id not in self.files:
+            return None
         if key not in self.by_key:
             name = f"batch_{len(self.batches)}"
             lines = self.files[file_id]
             assert {line["url"] for line in lines} == {endpoint}
             self.by_key[key] = name
             self.batches[name] = {
-                "id": name, "status": "in_progress", "lines": lines, "done": [], "errors": None,
+                "id": name, "status": "in_progress", "lines": lines, "done": {}, "errors": None,
                 "fields": fields,
             }  # fmt: skip
         self._called()
@@ -57,13 +67,16 @@ class StandIn:
     def batch(self, batch_id: str) -> dict[str, Any] | None:
         batch = self.batches.get(batch_id)
         if batch is not None and batch["status"] == "in_progress":
-            num = len(batch["done"])
-            for line in batch["lines"][num : num + self.rows_at_once]:
-                batch["done"].append(self._done(line))
+            left = [row for row in range(len(batch["lines"])) if row not in batch["done"]]
+            for row in sorted(left, reverse=self.backwards)[: self.rows_at_once]:
+                batch["done"][row] = self._done(batch["lines"][row])
             if len(batch["done"]) == len(batch["lines"]):
                 batch["status"] = "completed"
         self._called()
-        return batch
+        if batch is None:
+            return None
+        num, total = len(batch["done"]), len(batch["lines"])
+        return batch | {"request_counts": {"total": total, "completed": num, "failed": 0}}
 
     def _done(self, line: dict[str, Any]) -> dict[str, Any]:
         self.num_answered += 1
@@ -81,13 +94,15 @@ class StandIn:
 
     def results(
         self, batch_id: str, num_seen: int, *, skip: bool = False
-    ) -> tuple[list[dict[str, Any]], bool]:
+    ) -> tuple[list[dict[str, Any]], bool] | None:
         batch = self.batches[batch_id]
-        lines = batch["done"][num_seen : num_seen + 5]
+        assert skip
+        rows = sorted(row for row in batch["done"] if row >= num_seen)
         self._called()
-        more = batch["status"] == "in_progress" or num_seen + len(lines) < len(batch["done"])
-        rows = enumerate(lines, start=num_seen)
-        return [{"row": row, **line} for row, line in rows], more
+        if batch_id in self.emptied:
+            return None
+        more = batch["status"] == "in_progress" or len(rows) > 5
+        return [{"row": row, **batch["done"][row]} for row in rows[:5]], more
 
     def steer(self, batch_id: str, verb: str) -> dict[str, Any]:
         self.steered.append((batch_id, verb))

@@ -127,12 +127,15 @@ def test_a_fault_of_csv_names_its_line(tmp_path, data, said):
     assert said in fault_of(tmp_path, path="in.csv", max_row_bytes=512)
 
 
-def test_an_endless_line_is_refused_in_constant_memory(tmp_path):
+@pytest.mark.parametrize(
+    "num_bytes",
+    [pytest.param(1 << 25, id="short"), pytest.param(1 << 30, id="whole", marks=pytest.mark.long)],
+)
+def test_an_endless_line_is_refused_in_constant_memory(tmp_path, num_bytes):
     for name in ("in.jsonl", "in.csv"):
         with (tmp_path / name).open("wb") as file:
             file.write(b'{"a": "' if name == "in.jsonl" else b'a\n"')
-            for _ in range(64):
-                file.write(b"x" * (1 << 20))
+            file.truncate(num_bytes)  # zeros, which take no room on the disk
         tracemalloc.start()
         try:
             assert "a row may have at most 1048576 bytes" in fault_of(tmp_path, path=name)
@@ -141,12 +144,20 @@ def test_an_endless_line_is_refused_in_constant_memory(tmp_path):
             tracemalloc.stop()
 
 
-def test_many_rows_are_read_in_constant_memory(tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(b'{"a": "some text of a row"}\n' * 50_000)
-    source = find_source(Input(path="in.jsonl"), tmp_path)
+@pytest.mark.parametrize(
+    "num",
+    [pytest.param(5_000, id="short"), pytest.param(10**7, id="whole", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize(("name", "line"), [("in.jsonl", b'{"a":1}\n'), ("in.csv", b"a\n")])
+def test_tiny_rows_are_read_in_constant_memory_however_many(tmp_path, num, name, line):
+    with (tmp_path / name).open("wb") as file:
+        file.write(b"" if name == "in.jsonl" else b"name\n")
+        for _ in range(num // 1000):
+            file.write(line * 1000)
+    source = find_source(Input(path=name), tmp_path)
     tracemalloc.start()
     try:
-        assert sum(1 for _ in source.rows()) == 50_000
+        assert sum(1 for _ in source.rows()) == num
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
@@ -175,6 +186,36 @@ def test_parquet_is_read_by_its_columns(tmp_path):
     assert found == [{"text": "a"}, {"text": None}, {"text": "c"}]
     said = fault_of(tmp_path, path="in.parquet", columns=["txet"])
     assert "has no column 'txet'" in said
+
+
+def test_nanoseconds_are_kept_and_what_python_has_no_word_for_is_named(tmp_path):
+    def column(values, kind):
+        pq.write_table(pa.table({"c": pa.array(values, kind)}), tmp_path / "in.parquet")
+        return [values["c"] for values in values_of(tmp_path, path="in.parquet")]
+
+    day = 1_767_312_000 * 10**9
+    assert column([day, day + 1_500, None], pa.timestamp("ns")) == [
+        "2026-01-02T00:00:00", "2026-01-02T00:00:00.000001500", None
+    ]  # fmt: skip
+    assert column([day + 1], pa.timestamp("ns", "UTC")) == ["2026-01-02T00:00:00.000000001+00:00"]
+    assert column([1], pa.time64("ns")) == ["00:00:00.000000001"]
+    assert column([1_500_000_001], pa.duration("ns")) == [1.500000001]
+    for values, kind in (([0, 2**62], pa.timestamp("us")), ([0, 2**30], pa.date32())):
+        with pytest.raises(InputError, match="row 2: the column 'c' cannot be read"):
+            column(values, kind)
+    buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
+    text = pa.Array.from_buffers(pa.string(), 1, buffers)
+    pq.write_table(pa.table({"c": text}), tmp_path / "in.parquet")
+    assert "row 1: the column 'c' is not UTF-8" in fault_of(tmp_path, path="in.parquet")
+
+
+def test_a_column_that_is_chosen_and_not_there_is_not_taken_for_an_empty_one(tmp_path):
+    (tmp_path / "in.csv").write_bytes(b"a,b\n1,2\n")
+    assert values_of(tmp_path, path="in.csv", columns=["b"]) == [{"b": "2"}]
+    assert "has no column 'c'" in fault_of(tmp_path, path="in.csv", columns=["b", "c"])
+    (tmp_path / "in.jsonl").write_bytes(b'{"a": 1, "b": null}\n')
+    found = values_of(tmp_path, path="in.jsonl", columns=["b", "c"])
+    assert found == [{"b": None}]  # and a prompt that names c is a fault with its line
 
 
 def test_bytes_are_refused_by_the_name_of_their_column(tmp_path):

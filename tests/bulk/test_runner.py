@@ -7,6 +7,7 @@ from contextlib import closing
 import pyarrow.parquet as pq
 import pytest
 
+from bulk import look
 from bulk import runner as running
 from bulk.errors import DatasetError, InputError, OutputError, SpecError
 from bulk.outputs import Outputs
@@ -104,6 +105,64 @@ def test_a_service_that_has_forgotten_the_batch_is_asked_again(place):
     make(folder, service, told=forget)
     assert [row["i"] for row in lines(folder)] == [i for i in range(10) for _ in (0, 1)]
     assert service.num_answered < 26
+
+
+def test_answers_are_looked_at_as_they_come_whatever_their_order(place, monkeypatch):
+    """Partial results, failures and repairs do not wait for the rows before them."""
+    monkeypatch.setattr(look, "REST", 0)
+    folder = place(num_rows=40, samples=1, validate=[{"regex": "good.*"}], repair={"rounds": 1})
+    seen = []
+    service = StandIn(rows_at_once=4, backwards=True)
+    service.answer = lambda body: "bad" if service.num_answered == 1 else "good"  # row 39's
+    make(
+        folder, service,
+        told=lambda each: seen.append((each.delivered, each.repaired, each.answered)),
+    )  # fmt: skip
+    assert (3, 1, 0) in seen
+    assert [row["i"] for row in lines(folder)] == list(range(40))
+    assert lines(folder)[-1]["generation"]["round"] == 1
+
+
+def test_rows_that_the_service_keeps_no_more_are_asked_again(place):
+    folder = place(samples=1)
+    service = StandIn(rows_at_once=3)
+
+    def empty(progress):
+        if progress.delivered >= 3:
+            service.emptied.add("batch_0")
+
+    make(folder, service, told=empty)
+    assert len(service.batches) == 2
+    assert [row["i"] for row in lines(folder)] == list(range(10))
+    assert service.num_answered < 20
+
+
+def test_a_file_that_the_service_has_lost_is_sent_again(place):
+    folder = place(samples=1)
+    service = StandIn()
+    service.dies_in = 0  # when it has the file, and knows of no batch
+    with pytest.raises(Died):
+        make(folder, service)
+    with closing(Workplace(read_spec(folder / "spec.yaml"), folder).state()) as state:
+        [batch] = state.open_batches()
+        state.sent(batch.number, file_id="file-0")
+    service.files.clear()
+    make(folder, service)
+    assert [row["i"] for row in lines(folder)] == list(range(10))
+
+
+def test_what_was_left_of_a_limit_is_not_that_of_a_batch_that_was_dropped(place):
+    folder = place(samples=1, limits={"tokens": 1000})
+    service = StandIn(lambda body: "x" * 10, rows_at_once=3)
+
+    def empty(progress):
+        if progress.delivered >= 3:
+            service.emptied.add("batch_0")
+
+    make(folder, service, told=empty)
+    left = [batch["fields"]["token_budget"] for batch in service.batches.values()]
+    assert left[0] == 1000
+    assert left[1] <= 1000 - 3 * 20
 
 
 def test_shards_are_there_before_the_end_each_whole(place):
@@ -220,12 +279,14 @@ def test_rows_that_are_the_same_are_asked_as_one_and_counted_as_saved(place, ded
 
 def test_limits_are_the_batches_and_what_is_left_of_them(place, monkeypatch):
     monkeypatch.setattr(running, "BATCH_TRIES", 4)
-    folder = place(samples=1, limits={"tokens": 150, "error_rate": 0.5, "deadline_s": 1000})
+    limits = {"tokens": 150, "error_rate": 0.5, "deadline_s": 1000, "retention_s": 7200}
+    folder = place(samples=1, limits=limits)
     service = StandIn(lambda body: "x" * 10)
     manifest = make(folder, service)
     given = [batch["fields"] for batch in service.batches.values()]
     assert [fields["token_budget"] for fields in given] == [150, 70]
     assert {fields["max_error_rate"] for fields in given} == {0.5}
+    assert {fields["rows_ttl_s"] for fields in given} == {7200}
     assert all(990 < fields["deadline_s"] <= 1000 for fields in given)
     assert (manifest["samples"]["delivered"], manifest["samples"]["planned"]) == (8, 2)
     assert not manifest["complete"]

@@ -41,6 +41,17 @@ def body_of(folder, text, values, seed=0):
         (GOOD + "endpoint: /v1/embeddings\n", "at `endpoint`"),
         (GOOD + "endpoint: /v1/completions\nsystem: x\n", "system needs the endpoint"),
         (GOOD.replace("in.csv", "in.csv, format: requests"), "prompt is not for an input of"),
+        (GOOD + "parameters: {day: 2026-01-02}\n", "parameters.day is no value of JSON's"),
+        (
+            GOOD + "parameters: {temperature: .nan}\n",
+            "parameters.temperature is no value of JSON's",
+        ),
+        (GOOD + "parameters: {x: &x [*x]}\n", "parameters.x is no value of JSON's"),
+        (
+            GOOD + "validate: [{json_schema: {const: !!binary aGk=}}]\n",
+            "validate[0].json_schema is no value of JSON's",
+        ),
+        (GOOD.replace("in.csv", "in.csv, delimiter: '\"'"), "input.delimiter must not be a quote"),
         ("model: [\n", "is no YAML"),
         ("", "Expected `object`, got `null`"),
         ("[" * 5000, "nested too deep"),

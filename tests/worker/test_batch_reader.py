@@ -1,14 +1,17 @@
 """A batch's file line by line: what is a row, what refuses the file, and at which line."""
 
+import gzip
 import io
 import json
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
 from jobs.batch_record import BatchRecord, BatchState
 from jobs.lines import Line, read_lines
 from jobs.settings import ModelEntry, Settings
+from tests.bulk.test_inputs import zstd
 from worker.batch_plan import Plan
 from worker.batch_reader import Reading, row_of
 
@@ -211,38 +214,95 @@ def test_a_line_of_a_gigabyte_is_an_error_in_little_memory(tmp_path):
     assert [(each["code"], each["line"]) for each in found.errors] == [("line_too_long", 2)]
 
 
+class Lines(io.RawIOBase):
+    """A file of so many lines that nobody has."""
+
+    def __init__(self, line, num):
+        self.line, self.num, self.left = line, num, num
+
+    def readable(self):
+        return True
+
+    seekable = readable
+
+    def seek(self, offset, whence=0):
+        assert offset == 0
+        self.left = self.num
+        return offset
+
+    def readinto(self, buffer):
+        size = min(len(buffer) // len(self.line), self.left)
+        buffer[: size * len(self.line)] = self.line * size
+        self.left -= size
+        return size * len(self.line)
+
+
 @pytest.mark.parametrize(
     "num",
-    [pytest.param(100_000, id="short"), pytest.param(10**7, id="whole", marks=pytest.mark.long)],
+    [pytest.param(10_000, id="short"), pytest.param(10**7, id="whole", marks=pytest.mark.long)],
 )
-def test_any_number_of_tiny_lines_ends_at_the_most_rows_or_says_nothing(num):
-    """Blank ones are passed over; of others no more are read than a batch may have."""
-
-    class Lines(io.RawIOBase):
-        def __init__(self, line, num):
-            self.line, self.left = line, num
-
-        def readable(self):
-            return True
-
-        seekable = readable
-
-        def seek(self, offset, whence=0):
-            return offset
-
-        def readinto(self, buffer):
-            size = min(len(buffer) // len(self.line), self.left)
-            buffer[: size * len(self.line)] = self.line * size
-            self.left -= size
-            return size * len(self.line)
-
-    def read(line):
-        found = Reading(io.BufferedReader(Lines(line, num)), BATCH, SETTINGS, Plan())
+@pytest.mark.parametrize("line", [b"\r\n", b"{}\n"], ids=["blank", "bad"])
+def test_any_number_of_tiny_lines_is_read_in_little_memory_and_turn_by_turn(num, line):
+    """A turn has its bound in lines, blank ones too: who reads says that it lives after each."""
+    settings = replace(SETTINGS, max_batch_rows=10**7)
+    tracemalloc.start()
+    try:
+        file = io.BufferedReader(Lines(line, num))
+        found, turns = Reading(file, BATCH, settings, Plan()), 1
         while found.step(1000):
-            pass
-        return [(each["code"], each["line"]) for each in found.errors]
+            turns += 1
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert turns >= num // 1000
+    faults = [(each["code"], each["line"]) for each in found.errors]
+    if line == b"{}\n":
+        assert faults == [("invalid_custom_id", i) for i in range(1, 1001)]
+    else:
+        assert faults == [("empty_file", None)]
 
-    assert read(b"\r\n") == [("empty_file", None)]
-    faults = read(b"{}\n")
-    assert len(faults) == 1000
-    assert faults[-1] in (("too_many_rows", 1001), ("invalid_custom_id", 1000))
+
+def test_no_more_lines_are_read_than_a_batch_may_have_rows():
+    file = io.BufferedReader(Lines(b"{}\n", 10**6))
+    found = Reading(file, BATCH, SETTINGS, Plan())
+    while found.step(1000):
+        pass
+    assert found.num_rows == 1001
+    assert file.raw.left > 900_000
+
+
+def test_duplicates_are_looked_for_turn_by_turn():
+    data = b"\n".join([*(row(str(i)) for i in range(99)), row("7")])
+    found = Reading(io.BytesIO(data), BATCH, SETTINGS, Plan())
+    turns = 1
+    while found.step(10):
+        turns += 1
+    assert turns > 20
+    assert [(each["code"], each["line"]) for each in found.errors] == [("duplicate_custom_id", 100)]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd], ids=["gzip", "zstd"])
+def test_a_packed_file_is_said_to_be_one(pack):
+    data = pack(b"\n".join(row(str(i)) for i in range(200)))
+    assert errors(data) == [("packed_file", None)]
+
+
+BROKEN = {
+    "cut": (row("x")[:-9], "invalid_json_line"),
+    "no object": (b"17", "invalid_json_line"),
+    "not UTF-8": (b"\xff" + row("x"), "invalid_json_line"),
+    "no custom_id": (b'{"url": "/v1/completions", "body": {}}', "invalid_custom_id"),
+    "twice": (row("17"), "duplicate_custom_id"),
+    "another endpoint": (row("x", url="/v1/embeddings"), "invalid_url"),
+    "another model": (row("x", body={"model": "other"}), "mismatched_model"),
+    "too long": (row("x", body={"prompt": "x" * 3000}), "line_too_long"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_line_5000_of_10000_is_told_and_no_other(fault):
+    line, code = BROKEN[fault]
+    lines = [row(str(i)) for i in range(1, 10_001)]
+    lines[4999] = line
+    settings = replace(SETTINGS, max_batch_rows=10_000)
+    assert errors(b"\n".join(lines), settings=settings, step=2000) == [(code, 5000)]
