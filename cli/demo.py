@@ -94,6 +94,7 @@ def _environment(data_dir: str | None, model: str) -> dict[str, str]:
         "host": "127.0.0.1",
         "port": 0,
         "beat_s": BEAT_S,
+        "drain_grace_s": 0,  # the next demo would cancel what is left over
         "log_level": "info",
     }
     return environ | {variable(name): str(value) for name, value in demo_settings.items()}

@@ -14,7 +14,9 @@ from cli.service import Service, watch_in_background
 from cli.start import reporter
 from jobs.settings import Settings, variable
 
-UNLIMITED = {"max_batch_rows": 10_000_000, "max_file_bytes": 1 << 44}  # one's own machine
+# on one's own machine nothing is too large, and who stops a command does not want to wait: what
+# runs is handed back with its tokens, and the command goes on from there
+OF_A_COMMAND = {"max_batch_rows": 10_000_000, "max_file_bytes": 1 << 44, "drain_grace_s": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def serving(
         yield url
         return
     environ = environment(data_dir=data_dir, models=model, host="127.0.0.1", port=0)
-    for name, value in UNLIMITED.items():
+    for name, value in OF_A_COMMAND.items():
         environ.setdefault(variable(name), str(value))
     folder = Path(Settings.from_env(environ).data_dir) / "logs"
     # as by Ctrl-C: unwinds, and so ends what was started

@@ -1,6 +1,8 @@
 """`tokenmill run-batch` as a user runs it: with a service, on its own, stopped and begun again."""
 
 import json
+import re
+import signal
 import subprocess
 import time
 
@@ -136,6 +138,28 @@ def test_without_a_service_it_brings_one_and_goes_on_after_a_kill(
     done = run(tmp_path, environ, *model)
     assert done.returncode == 0, done.stderr
     assert "going on with batch_" in done.stderr
+    assert texts(tmp_path) == undisturbed
+
+
+@pytest.mark.long
+def test_stopped_it_waits_for_no_row_and_goes_on_from_its_tokens(
+    undisturbed, tmp_path, tiny_llama_dir
+):
+    write_rows(tmp_path / "in.jsonl", **LONG_ROW)
+    environ = environment(tmp_path / "data", threads=1, kernels="reference")
+    model = ("--model", f"tiny={tiny_llama_dir}")
+    first = start(tmp_path, environ, *model)
+    wait_until(lambda: num_lines(tmp_path / "out.jsonl.part") > 5, 120)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 130
+    assert "the same command goes on" in (tmp_path / "command.log").read_text()
+    log = (tmp_path / "data" / "logs" / "worker-tiny.log").read_text()
+    [(held, handed_back)] = re.findall(
+        r"draining: (\d+) jobs in hand.*?handing back (\d+) jobs", log, re.S
+    )
+    assert handed_back == held != "0"
+    done = run(tmp_path, environ, *model)
+    assert done.returncode == 0, done.stderr
     assert texts(tmp_path) == undisturbed
 
 
