@@ -1,6 +1,7 @@
 """`tokenmill dataset`: rows of text from a spec and an input, run as batches of the service."""
 
 import json
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -190,6 +191,7 @@ def push(spec_path: Path, repo: str, private: bool, partial: bool) -> None:
     """Push shards, manifest and a card to the Hugging Face hub (HF_TOKEN, HF_ENDPOINT)."""
     with _said():
         workplace = Workplace(read_spec(spec_path), spec_path.parent)
+        workplace.state().close()  # there is one, or nothing to push
         with workplace.held():
             where = hub.push(workplace.folder, repo, private=private, partial=partial)
     click.echo(where)
@@ -284,3 +286,8 @@ def _said() -> Iterator[None]:
         yield
     except (DatasetError, ClientError, StartError) as error:
         raise click.ClickException(str(error)) from None
+    except sqlite3.OperationalError as error:  # no room, no right to write, or held too long
+        message = f"how far the dataset is cannot be read or written: {error}"
+        raise click.ClickException(message) from None
+    except sqlite3.DatabaseError as error:
+        raise click.ClickException(f"the dataset's state is damaged: {error}") from None
