@@ -203,12 +203,13 @@ class LLMEngine:
         """Compute one step; return what it brought, by request in order of the batch."""
         idle = not self._requests
         refused = self._waiting_for_forms.settle(wait_s=COMPILE_WAIT_S if idle else 0.0)
-        started = self._clock()
+        started, num_before = self._clock(), self._totals.num_steps
         updates: list[RequestUpdate] = []
         self._stepper.step(started, lambda *ran: updates.extend(self._taken_in(*ran)))
         if not self._requests:
             assert self._scheduler.num_free_blocks == self._scheduler.num_blocks, "leaked blocks"
-        self._totals.step_s += self._clock() - started
+        num_steps = self._totals.num_steps - num_before
+        self._totals.took(self._clock() - started, num_steps=num_steps)
         return refused + updates
 
     def _taken_in(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:

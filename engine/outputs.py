@@ -85,6 +85,10 @@ class RequestUpdate:
     refusal: ParameterError | None = None  # in place of all: its form cannot be used
 
 
+# seconds; a step of a few tokens on a GPU takes milliseconds, a prefill on a CPU seconds
+STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """State now, and totals since the engine was built."""
@@ -110,5 +114,7 @@ class EngineStats:
     draft_tokens: int  # guessed beforehand; of which
     confirmed_tokens: int  # the model drew the same
     peak_used_blocks: int
+    step_bounds_s: tuple[float, ...]
+    steps_by_time: tuple[int, ...]  # that took up to each of these bounds, and longer ones
     step_s: float  # time in step(), of which
     run_s: float  # time in the model runner

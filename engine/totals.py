@@ -1,9 +1,10 @@
 """What an engine has done since it was built, and how it stands."""
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
-from engine.outputs import EngineStats
+from engine.outputs import STEP_BOUNDS_S, EngineStats
 from engine.scheduler import Scheduler
 from engine.step_plan import StepPlan
 
@@ -25,6 +26,7 @@ class Totals:
     draft_tokens: int = 0
     confirmed_tokens: int = 0
     peak_used_blocks: int = 0
+    steps_by_time: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS_S) + 1))
     step_s: float = 0.0
     run_s: float = 0.0
 
@@ -39,6 +41,11 @@ class Totals:
         self.drawing_seqs += sum(row.samples for row in plan.scheduled)
         self.draft_tokens += plan.num_drafts
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+
+    def took(self, step_s: float, *, num_steps: int) -> None:
+        """Take in how long a call of step() took that began `num_steps` steps, one or none."""
+        self.step_s += step_s
+        self.steps_by_time[bisect_left(STEP_BOUNDS_S, step_s)] += num_steps
 
     def stats(self, scheduler: Scheduler, config: EngineConfig, num_outside: int) -> EngineStats:
         """These totals, and how things stand; `num_outside` requests wait outside the scheduler."""
@@ -67,6 +74,8 @@ class Totals:
             draft_tokens=self.draft_tokens,
             confirmed_tokens=self.confirmed_tokens,
             peak_used_blocks=self.peak_used_blocks,
+            step_bounds_s=STEP_BOUNDS_S,
+            steps_by_time=tuple(self.steps_by_time),
             step_s=self.step_s,
             run_s=self.run_s,
         )

@@ -26,7 +26,7 @@ from worker.delivery import Delivery, Ending
 from worker.ends import when_limited, when_refused
 from worker.entries import Cancel, Claim, Died, Entry, Insert, Waste
 from worker.generation import Limits, Outcome, Refusal, outcome_of
-from worker.messages import Command, Delta, Ended, Ready, Refused, Stepped
+from worker.messages import Command, Delta, Ended, Ready, Refused, Stat, Stepped
 from worker.preparer import Preparer
 from worker.prompt import Prompt
 from worker.sent_job import SentJob
@@ -65,7 +65,7 @@ class Dispatcher:
         self._revoked: set[Delivery] = set()
         self._preparer = Preparer(tokenizer=tokenizer, post=post, prepared=self._prepared)
         self._died_at = math.inf  # the engine, while there is none
-        self._engine_stats: Mapping[str, int | float] = {}
+        self._engine_stats: Mapping[str, Stat] = {}
 
     def start(self) -> None:
         self._preparer.start()
@@ -99,7 +99,7 @@ class Dispatcher:
             mine = {attempt.job.id for attempt in self._book.attempts.values()}
         return not mine.isdisjoint(job_ids)
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, Stat]:
         """For monitors: the engine's own numbers, and how many jobs are how far."""
         return {**self._engine_stats, **self._book.stats()}
 

@@ -33,6 +33,7 @@ from worker.messages import (
     Report,
     Sample,
     StartFailed,
+    Stat,
     Stepped,
     Stop,
     decode_commands,
@@ -187,7 +188,7 @@ class EngineServer:
         token_ids, pieces = list(delta.token_ids), list(delta.pieces)
         return Delta(key, delta.sample_index, token_ids, pieces, scores)
 
-    def _stats_if_due(self, stats: EngineStats) -> dict[str, int | float]:
+    def _stats_if_due(self, stats: EngineStats) -> dict[str, Stat]:
         now = time.monotonic()
         if now < self._stats_due and self._engine.has_unfinished:
             return {}

@@ -14,6 +14,8 @@ from engine.config import EngineConfig
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import MAX_N, SamplingParams
 
+Stat = int | float | list[int | float]
+
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
     """The first message to a new engine process."""
@@ -118,7 +120,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     deltas: list[Delta]
     ended: list[Ended]
     refused: list[Refused]
-    stats: dict[str, int | float]  # EngineStats by name; empty in most steps
+    stats: dict[str, Stat]  # EngineStats by name; empty in most steps
 
 
 Report = Loading | Ready | StartFailed | Stepped

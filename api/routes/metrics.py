@@ -7,8 +7,14 @@ values are up to one beat old, and end with the worker.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 from sqlalchemy import Connection
@@ -40,7 +46,6 @@ GAUGES = {
 }
 COUNTERS = {
     "num_steps": ("engine_steps", "Steps of the engine."),
-    "step_s": ("engine_step_seconds", "Time in steps."),
     "scheduled_seqs": ("engine_scheduled_sequences", "Sequences, counted in every step."),
     "scheduled_tokens": ("engine_scheduled_tokens", "Tokens computed, some of them again."),
     "drawing_seqs": ("engine_drawing_sequences", "Sequences that drew tokens, in every step."),
@@ -194,3 +199,17 @@ def _engines(workers: Sequence[WorkerRecord]) -> Iterator[Metric]:
                 if stat in worker.stats:
                     family.add_metric([worker.model, worker.id], worker.stats[stat])
             yield family
+    yield _step_times(workers, labels)
+
+
+def _step_times(workers: Sequence[WorkerRecord], labels: Sequence[str]) -> Metric:
+    family = HistogramMetricFamily(
+        "tokenmill_engine_step_seconds", "How long steps took.", labels=labels
+    )
+    for worker in workers:
+        if "steps_by_time" in worker.stats:
+            bounds = [*map(str, worker.stats["step_bounds_s"]), "+Inf"]
+            up_to = accumulate(worker.stats["steps_by_time"])
+            buckets = list(zip(bounds, up_to, strict=True))
+            family.add_metric([worker.model, worker.id], buckets, worker.stats["step_s"])
+    return family

@@ -25,6 +25,9 @@ STATS = {
     "last_step_tokens": 17.0,
     "max_num_batched_tokens": 256.0,
     "peak_step_seqs": 8.0,
+    "step_bounds_s": [0.001, 0.002, 0.005, 10.0],
+    "steps_by_time": [0, 100, 15, 0, 5],
+    "step_s": 71.5,
     "engine_restarts": 1,
     "engine_pid": 4711,
 }
@@ -130,6 +133,19 @@ def test_engines_show_what_their_workers_said(client, hands):
     assert seen["tokenmill_generated_tokens_total", *label] == 900
 
 
+def test_how_long_steps_took_is_a_histogram(client, hands):
+    hands.call(claims.beat, hands.worker_id, lease_s=30, stats=STATS, checkpoints={}, held=[])
+    seen = samples(client)
+    name, label = "tokenmill_engine_step_seconds", (MODEL, hands.worker_id)
+    up_to = {
+        bound: seen[f"{name}_bucket", *sorted((bound, *label))]
+        for bound in ("0.001", "0.002", "0.005", "10.0", "+Inf")
+    }
+    assert up_to == {"0.001": 0, "0.002": 100, "0.005": 115, "10.0": 115, "+Inf": 120}
+    assert seen[f"{name}_count", *label] == 120
+    assert seen[f"{name}_sum", *label] == 71.5
+
+
 def test_every_name_is_ours_and_has_a_meaning(sqlite_client, hands):
     submit(sqlite_client)
     text = sqlite_client.get("/metrics").text
@@ -140,4 +156,4 @@ def test_every_name_is_ours_and_has_a_meaning(sqlite_client, hands):
 
 def test_the_numbers_asked_of_workers_are_those_an_engine_has():
     told = {field.name for field in fields(EngineStats)} | {"engine_restarts"}
-    assert told >= GAUGES.keys() | COUNTERS.keys()
+    assert told >= GAUGES.keys() | COUNTERS.keys() | {"step_bounds_s", "steps_by_time", "step_s"}

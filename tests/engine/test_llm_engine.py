@@ -1,5 +1,6 @@
 """Requests in, text and statistics out: the engine over a runner that needs no model."""
 
+import bisect
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine, SamplingParams
+from engine.outputs import STEP_BOUNDS_S
 from engine.sampler import NumericalError
 from engine.sampling_params import ParameterError
 from engine.sequence import FinishReason
@@ -428,6 +430,21 @@ def test_statistics_count_what_happened(engine_of):
     assert (stats.last_step_seqs, stats.last_step_tokens, stats.peak_step_seqs) == (1, 1, 1)
     assert stats.free_tokens == 32 * BLOCK_SIZE
     assert 0 < stats.run_s < stats.step_s
+    assert sum(stats.steps_by_time) == stats.num_steps
+
+
+def test_steps_are_counted_by_the_time_they_took(engine_of):
+    engine = engine_of()
+    engine.add_request("a", [5] * 10, params(max_tokens=6, ignore_eos=True))
+    engine.step()
+    before = engine.stats()
+    for _ in range(4):
+        engine.step()
+    stats = engine.stats()
+    step_s = (stats.step_s - before.step_s) / 4  # by a clock that ticks evenly
+    at = bisect.bisect_left(STEP_BOUNDS_S, step_s)
+    assert stats.steps_by_time[at] - before.steps_by_time[at] == 4
+    assert sum(stats.steps_by_time) == stats.num_steps == 5
 
 
 def test_outputs_of_generate_are_in_the_order_of_the_prompts(engine_of):
