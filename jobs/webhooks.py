@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
 
 from jobs.lifecycle import TERMINAL, JobState
-from jobs.models import ENDED_RESPONSE, jobs, webhook_deliveries, webhook_endpoints
+from jobs.models import ENDED_RESPONSE, jobs, tenants, webhook_deliveries, webhook_endpoints
 from jobs.openai_response_object import response_id
 from jobs.records import new_job_id
 from jobs.rows import decode, encode, picked
@@ -30,6 +30,7 @@ MAX_DELIVERIES_LISTED = 100
 BACKOFF_S = (5, 30, 120, 300, 900, 1800, 3600, 7200, 7200)
 IN_HANDS_S = 120.0  # a sweeper that took a delivery and died is waited for so long
 KEPT_S = 30 * 86_400.0  # deliveries that are over
+TENANT_IN_HANDS = 4  # deliveries of one tenant that one sweeper makes at once: half its threads
 _ROUND = 100  # jobs announced, or deliveries taken, in one transaction
 
 
@@ -111,7 +112,8 @@ def create_endpoint(
     event_types: Sequence[str],
     now: float,
 ) -> Endpoint:
-    """Raises WebhookError where the tenant has too many."""
+    """Raises WebhookError where the tenant has too many; they are counted under its row's lock."""
+    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant).with_for_update())
     if len(list_endpoints(connection, tenant)) >= MAX_ENDPOINTS:
         raise WebhookError(f"a tenant may have at most {MAX_ENDPOINTS} webhook endpoints")
     endpoint = Endpoint(
@@ -221,13 +223,22 @@ def announce(connection: Connection, now: float) -> int:
     return len(rows)
 
 
-def take_due(connection: Connection, now: float) -> list[Due]:
-    """Deliveries whose time has come, each counted as tried, the caller's for IN_HANDS_S."""
+def take_due(
+    connection: Connection,
+    now: float,
+    *,
+    room: int = _ROUND,
+    in_hands: Mapping[str, int] = {},  # by tenant: what the caller makes already
+) -> list[Due]:
+    """At most `room` deliveries whose time has come, each counted as tried, the caller's for
+    IN_HANDS_S. Who has fewest in hands comes first, and no tenant gets beyond TENANT_IN_HANDS: a
+    receiver that hangs holds up its own tenant's events, not the others'."""
     due = (
         select(webhook_deliveries.c.id)
-        .where(webhook_deliveries.c.next_try_at <= now)
-        .order_by(webhook_deliveries.c.next_try_at)
-        .limit(_ROUND)
+        .where(
+            webhook_deliveries.c.id.in_(_turns(connection, now, room, in_hands)),
+            webhook_deliveries.c.next_try_at <= now,
+        )
         .with_for_update(skip_locked=True)
     )
     rows = connection.execute(
@@ -251,6 +262,24 @@ def take_due(connection: Connection, now: float) -> list[Due]:
         for delivery in deliveries
         if delivery.endpoint_id in endpoints
     ]
+
+
+def _turns(connection: Connection, now: float, room: int, in_hands: Mapping[str, int]) -> list[str]:
+    turn = func.row_number().over(
+        partition_by=webhook_deliveries.c.tenant_id,
+        order_by=(webhook_deliveries.c.next_try_at, webhook_deliveries.c.id),
+    )
+    columns = (webhook_deliveries.c[name] for name in ("id", "tenant_id", "next_try_at"))
+    waiting = (
+        select(*columns, turn.label("turn"))
+        .where(webhook_deliveries.c.next_try_at <= now)
+        .subquery()
+    )
+    rows = connection.execute(select(waiting).where(waiting.c.turn <= TENANT_IN_HANDS))
+    turns = sorted(
+        (in_hands.get(row.tenant_id, 0) + row.turn, row.next_try_at, row.id) for row in rows
+    )
+    return [delivery_id for turn, _, delivery_id in turns if turn <= TENANT_IN_HANDS][:room]
 
 
 def settle(

@@ -78,6 +78,7 @@ ALL_TENANTS = {
     "jobs.webhooks.announce": "the sweeper's",
     "jobs.webhooks.purge": "the sweeper's",
     "jobs.webhooks.take_due": "the sweeper's",
+    "jobs.webhooks._turns": "of take_due",
 }
 
 LOOKS = 30  # at the statements of one line: a simulation runs it a million times

@@ -11,8 +11,9 @@ import ssl
 import threading
 import time
 import typing
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 
 import httpcore
@@ -28,6 +29,8 @@ THREADS = 8
 PURGE_EVERY_S = 600.0
 STOP_S = 5.0
 AGAIN_S = 5.0  # after a round that failed
+
+Tried = tuple[int | None, str | None]  # the reply's status, and why it is no success
 
 logger = logging.getLogger(__name__)
 
@@ -77,35 +80,54 @@ class Courier:
                 pause_s = max(pause_s, AGAIN_S)
 
     def round(self) -> int:
-        """Everything that is due now, once; how many deliveries were tried."""
+        """Everything that is due, until nothing is in hands; how many deliveries were tried."""
+        in_hands: dict[Future[Tried], Due] = {}
+        num_tried = 0
+        while not self._stop.is_set():
+            for due in self._take(in_hands.values()):
+                in_hands[self._executor.submit(self._try, due)] = due
+            if not in_hands:
+                break
+            ended = wait(in_hands, self._settings.sweep_s, FIRST_COMPLETED).done
+            for future in ended:
+                self._settle(in_hands.pop(future), *future.result())
+            num_tried += len(ended)
+        return num_tried
+
+    def _take(self, in_hands: Collection[Due]) -> list[Due]:
         with self._database.begin() as connection:
             now = self._database.clock(connection)
             webhooks.announce(connection, now)
             if time.monotonic() >= self._purge_due:
                 webhooks.purge(connection, now)
                 self._purge_due = time.monotonic() + PURGE_EVERY_S
-            due = webhooks.take_due(connection, now)
-        for each, (status_code, error) in zip(due, self._executor.map(self._try, due), strict=True):
-            with self._database.begin() as connection:
-                webhooks.settle(
-                    connection,
-                    each.delivery,
-                    status_code=status_code,
-                    error=error,
-                    now=self._database.clock(connection),
-                )
-            logger.info(
-                "webhook %s tried: event=%s type=%s try=%d status=%s error=%s",
-                each.delivery.id,
-                each.delivery.event_id,
-                each.delivery.event_type,
-                each.delivery.num_tries,
-                status_code,
-                error,
+            return webhooks.take_due(
+                connection,
+                now,
+                room=THREADS - len(in_hands),
+                in_hands=Counter(each.delivery.tenant_id for each in in_hands),
             )
-        return len(due)
 
-    def _try(self, due: Due) -> tuple[int | None, str | None]:
+    def _settle(self, due: Due, status_code: int | None, error: str | None) -> None:
+        with self._database.begin() as connection:
+            webhooks.settle(
+                connection,
+                due.delivery,
+                status_code=status_code,
+                error=error,
+                now=self._database.clock(connection),
+            )
+        logger.info(
+            "webhook %s tried: event=%s type=%s try=%d status=%s error=%s",
+            due.delivery.id,
+            due.delivery.event_id,
+            due.delivery.event_type,
+            due.delivery.num_tries,
+            status_code,
+            error,
+        )
+
+    def _try(self, due: Due) -> Tried:
         return deliver(
             due,
             timeout_s=self._settings.webhook_timeout_s,
@@ -113,7 +135,7 @@ class Courier:
         )
 
 
-def deliver(due: Due, *, timeout_s: float, private: bool) -> tuple[int | None, str | None]:
+def deliver(due: Due, *, timeout_s: float, private: bool) -> Tried:
     """Send it once: the reply's status, and why that is no success, None if it is one."""
     sent_at = datetime.now(UTC)
     payload = due.delivery.payload

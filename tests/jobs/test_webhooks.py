@@ -1,11 +1,13 @@
 """Events and their deliveries: none lost, none made twice, tried until they are over."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jobs import store, webhooks
-from jobs.webhooks import BACKOFF_S, IN_HANDS_S, UnknownWebhook, WebhookError
+from jobs import store, tenants, webhooks
+from jobs.tenants import Quotas
+from jobs.webhooks import BACKOFF_S, IN_HANDS_S, TENANT_IN_HANDS, UnknownWebhook, WebhookError
 from tests.jobs.conftest import MODEL, NOW, new_job
 from tests.jobs.test_claims import success
 
@@ -101,6 +103,24 @@ def test_a_delivery_of_a_sweeper_that_died_is_due_again(bench):
     assert len(bench.call(webhooks.take_due, NOW + 2 * IN_HANDS_S)) == 1
 
 
+def test_a_tenant_with_many_deliveries_holds_up_no_other(bench):
+    endpoint(bench), endpoint(bench, tenant="globex")
+    for number in range(10):
+        bench.call(webhooks.record, "acme", "batch.failed", f"batch_{number}", now=NOW)
+    bench.call(webhooks.record, "globex", "batch.failed", "batch_g", now=NOW + 1)
+
+    def taken(**held):
+        due = bench.call(webhooks.take_due, NOW + 2, room=8, in_hands=held)
+        return [each.delivery.tenant_id for each in due]
+
+    assert taken(acme=TENANT_IN_HANDS, globex=TENANT_IN_HANDS) == []
+    [first] = bench.call(webhooks.take_due, NOW + 2, room=1, in_hands={"acme": 1})
+    assert first.delivery.tenant_id == "globex"
+    assert taken(acme=1) == ["acme"] * (TENANT_IN_HANDS - 1)
+    assert taken() == ["acme"] * TENANT_IN_HANDS
+    assert taken() == ["acme"] * (10 - 2 * TENANT_IN_HANDS + 1)
+
+
 def test_another_tenants_endpoint_is_not_there(bench):
     hook = endpoint(bench)
     [delivery] = bench.call(webhooks.record, "acme", "batch.failed", "batch_1", now=NOW)
@@ -117,6 +137,22 @@ def test_another_tenants_endpoint_is_not_there(bench):
     assert bench.call(webhooks.get_endpoint, "acme", hook.id) == hook
     bench.call(webhooks.delete_endpoint, "acme", hook.id)
     assert bench.call(webhooks.take_due, NOW) == []
+
+
+def test_of_many_endpoints_at_once_as_many_are_made_as_may_be(bench, monkeypatch):
+    monkeypatch.setattr(webhooks, "MAX_ENDPOINTS", 5)
+    bench.call(tenants.create, "acme", Quotas(), now=NOW)
+
+    def one(_):
+        try:
+            return endpoint(bench)
+        except WebhookError:
+            return None
+
+    with ThreadPoolExecutor(20) as threads:
+        made = list(threads.map(one, range(20)))
+    assert made.count(None) == 15
+    assert len(bench.call(webhooks.list_endpoints, "acme")) == 5
 
 
 def test_there_is_a_bound_on_endpoints(bench, monkeypatch):

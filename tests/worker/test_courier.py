@@ -143,3 +143,32 @@ def test_a_round_delivers_what_is_due_and_logs_no_secret(sqlite_url, caplog):
     assert hook.secret not in caplog.text
     courier.__exit__()
     database.dispose()
+
+
+def test_a_receiver_that_hangs_holds_up_no_other_tenant(sqlite_url, caplog):
+    settings = Settings(
+        database_url=sqlite_url, webhook_private_addresses=True, webhook_timeout_s=1
+    )
+    database, courier = Database(sqlite_url), Courier(settings)
+    with (
+        receiver() as (url, got),
+        socket.create_server(("127.0.0.1", 0), backlog=64) as silent,
+        caplog.at_level("INFO"),
+    ):
+        places = {"acme": f"http://127.0.0.1:{silent.getsockname()[1]}/", "globex": url}
+        with database.begin() as connection:
+            now = database.clock(connection)
+            for tenant, place in places.items():
+                webhooks.create_endpoint(
+                    connection, tenant, name="x", url=place, event_types=["batch.failed"], now=now
+                )
+            for number in range(10):
+                webhooks.record(connection, "acme", "batch.failed", f"batch_{number}", now=now - 1)
+            webhooks.record(connection, "globex", "batch.failed", "batch_g", now=now)
+        assert courier.round() == 11
+    assert len(got) == 1
+    first, *rest = [each.getMessage() for each in caplog.records if "tried" in each.getMessage()]
+    assert "status=200" in first
+    assert all("no reply" in each for each in rest)
+    courier.__exit__()
+    database.dispose()
