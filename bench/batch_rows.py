@@ -252,6 +252,9 @@ def _wait(client: BatchClient, process: subprocess.Popen[bytes]) -> None:
 
 
 def _redis_url(data_dir: Path) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (data_dir / env_file.NAME).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)  # it is written once the service is ready, as a caller sees before
     for each in (data_dir / env_file.NAME).read_text().splitlines():
         name, _, value = each.partition("=")
         if name == variable("redis_url"):
