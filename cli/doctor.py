@@ -80,9 +80,9 @@ def doctor(only: tuple[str, ...], as_json: bool) -> None:
         for finding in findings:
             colour = colours[finding.verdict]
             console.print(f"[{colour}]{finding.verdict:8}[/] {finding.topic}: ", end="")
-            console.print(finding.message, markup=False)
+            console.print(finding.message, markup=False, soft_wrap=True)
             if finding.remedy:
-                console.print(f"         → {finding.remedy}", markup=False)
+                console.print(f"         → {finding.remedy}", markup=False, soft_wrap=True)
     if any(finding.verdict is Verdict.FAILED for finding in findings):
         sys.exit(1)
 
