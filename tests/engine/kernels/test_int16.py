@@ -23,7 +23,7 @@ from engine.kernels.cpu.matmul import (
     stored_as,
 )
 from engine.kernels.cpu.workers import Crew
-from tests.engine.kernels import oracle
+from tests.engine.kernels.attention_case import assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_INT16, reason="needs AVX512-VNNI")
 NO_MEETING = np.zeros(8, np.int64)
@@ -189,5 +189,8 @@ def test_gated_products_equal_float64():
             left, packed.data_ptr(), 0, out.numpy(), tiles, num_rows, num_inputs,
             stored_as(torch.float16, in_pairs=True), Crew(worker, 2, NO_MEETING),
         )  # fmt: skip
-    expected = oracle.silu_mul(x.double() @ weight.double().T)
-    torch.testing.assert_close(out.double(), expected, atol=0.01, rtol=2e-3)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    silu = torch.nn.functional.silu(gate)
+    # a sum of 40 products is off by 4e-4 in one case of three; a gate's slope is 1.1 at most
+    bound = 0.003 * (1.1 * up.abs() + silu.abs() + 0.003)
+    assert_near(out, silu * up, bound)
