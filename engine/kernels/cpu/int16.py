@@ -42,7 +42,9 @@ GROUP_PAIRS = GROUP // 2
 INPUT_NORM, WEIGHT_NORM, LARGEST = 32764.0, 65535.0, 32767.0
 
 _EXPONENT = 23  # where a float32's begins
-_LEAST, _INFINITE = 16, 255  # exponents of float32, biased: what is smaller is scaled as that is
+# exponents of float32, biased: what is smaller, or larger, is scaled as if it had the nearest
+_LEAST, _LARGEST, _INFINITE = 16, 253, 255
+_LEAST_NORM = 2.0**-50  # of a group, its row's largest number in [1, 4): squares keep their bits
 
 
 @njit(nogil=True, cache=True)
@@ -82,7 +84,8 @@ def pack_int16(
         steps = torch.maximum(norms / WEIGHT_NORM, filled.abs().amax(dim=(1, 2)) / LARGEST)
         # what is kept, float32, is what divides: a little more than it has to be
         steps = (steps * (1 + 2**-22)).float()
-        steps[steps == 0] = 1
+        # in fewer bits a step may be a smaller one; of a row of zeros it only has to be a number
+        steps.clamp_(min=torch.finfo(torch.float32).tiny)
         scales[panel] = steps
         integers = (filled.flatten(1) / steps[:, None].double()).round().to(torch.int16)
         numbers[panel] = integers.view(PANEL, num_pairs, 2).transpose(0, 1)
@@ -110,7 +113,10 @@ def round_int16(
     count: Any,
     out: Any,  # address of `int16_words`, changed
 ) -> Any:
-    """A row by groups; one with a number that is none makes all its scales such."""
+    """A row by groups; one with a number that is none makes all its scales such.
+
+    Sums with groups whose norms add up to 5e33 may be infinite before a weight's scale is applied.
+    """
     signature = types.void(*(types.int64,) * 3)
 
     def emit(_context: Any, build: Any, _signature: Any, args: Any) -> Any:
@@ -132,9 +138,8 @@ def round_int16(
             norm = build.call(
                 declare(build, "llvm.sqrt.f32", F32, F32), [_sum_of_lanes(build, squares)]
             )
-            # a group of zeros stays one: 1 is much larger than the rest's share of it
-            none = build.fcmp_ordered("==", norm, F32(0.0))
-            norm = build.select(none, F32(1.0), norm)
+            few = build.fcmp_ordered("<", norm, F32(_LEAST_NORM))
+            norm = build.select(few, F32(_LEAST_NORM), norm)
             step = splat(build, build.fdiv(F32(INPUT_NORM), norm))
             for n, vector in enumerate(vectors):
                 rint = declare(build, f"llvm.rint.v{WIDTH}f32", VECTOR, VECTOR)
@@ -155,7 +160,7 @@ def round_int16(
 
 
 def _powers(build: Any, x: Any, count: Any) -> tuple[Any, Any]:
-    """The power of two that brings a row's largest number to [1, 2), and what leads back.
+    """The power of two that brings a row's largest number to [1, 4), and what leads back.
 
     Of a row with a number that is none both are none.
     """
@@ -173,6 +178,8 @@ def _powers(build: Any, x: Any, count: Any) -> tuple[Any, Any]:
     finite = build.icmp_signed("!=", exponent, I32(_INFINITE))
     small = build.icmp_signed("<", exponent, I32(_LEAST))
     exponent = build.select(small, I32(_LEAST), exponent)
+    large = build.icmp_signed(">", exponent, I32(_LARGEST))
+    exponent = build.select(large, I32(_LARGEST), exponent)
     by = build.bitcast(build.shl(build.sub(I32(2 * 127), exponent), I32(_EXPONENT)), F32)
     back = build.bitcast(build.shl(exponent, I32(_EXPONENT)), F32)
     nan = F32(float("nan"))

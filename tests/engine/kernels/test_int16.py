@@ -125,6 +125,58 @@ def test_numbers_of_any_size(size, other):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-37)
 
 
+def integers_of(x):
+    """[R, G, 32] int64, and their scales, [R, G] float64."""
+    num_groups = -(-x.shape[1] // GROUP)
+    made = rounded(x)
+    numbers = made[:, : GROUP // 2 * num_groups].copy().view(np.int16)
+    scales = made[:, GROUP // 2 * num_groups : (GROUP // 2 + 1) * num_groups]
+    return numbers.reshape(len(x), num_groups, GROUP).astype(np.int64), scales.astype(np.float64)
+
+
+@pytest.mark.parametrize("largest", [1e-45, 1e-39, 1e-33, 1.0, 1.2e38, 1.8e38, 3.4e38])
+def test_no_group_is_larger_than_its_norm_may_be(largest):
+    """Beside a number of any size one of any other, whose square may have few bits or none."""
+    halves = torch.arange(-310, 1) / 2
+    x = torch.zeros(len(halves), 2 * GROUP, dtype=torch.float64)
+    x[:, 0] = largest
+    x[:, GROUP:] = largest * 0.87 * 2.0 ** halves.double()[:, None]
+    x = x.float()
+    numbers, scales = integers_of(x)
+    assert (np.sqrt((numbers.astype(float) ** 2).sum(axis=2)) <= INPUT_NORM + 3).all()
+    found = torch.from_numpy(numbers * scales[:, :, None]).flatten(1)
+    # half a step, and half of what a scale below float32's normal numbers is rounded by
+    bound = in_groups(x).norm(dim=2, keepdim=True) * 0.51 / INPUT_NORM + INPUT_NORM * 2.0**-150
+    bound += largest * 2.0**-60
+    assert ((found - x.double()).abs().unflatten(1, (2, GROUP)) <= bound).all()
+
+
+def test_a_row_of_the_largest_numbers_is_never_taken_for_zeros():
+    weight = torch.full((16, 40), 1e-3)
+    weight[1::2] = 0
+    out = product(torch.full((1, 40), 3.4e38), weight, torch.empty(1, 16))
+    assert not out[0, ::2].isfinite().any()
+    out = product(torch.full((1, 40), 4e32), weight, torch.empty(1, 16))
+    torch.testing.assert_close(out[0, ::2], torch.full((8,), 40 * 4e29), rtol=1e-4, atol=0)
+    assert torch.equal(out[0, 1::2], torch.zeros(8))
+
+
+@pytest.mark.parametrize("kind", ["one alone", "all alike"])
+def test_weights_of_any_size_stay_within_their_norm(kind):
+    sizes = 2.0 ** (torch.arange(-300, 257).double() / 2)
+    weight = (sizes[:, None] * PATTERNS[kind]).clamp(max=3.4e38).float()
+    packed = pack_int16(weight)
+    numbers = packed[:, : GROUP * 16].unflatten(1, (GROUP // 2, 16, 2)).transpose(1, 2)
+    numbers = numbers.flatten(2).flatten(0, 1)[: len(weight)].double()
+    assert (numbers.norm(dim=1) <= WEIGHT_NORM + 3).all()
+    assert (numbers[:, 0] >= 0).all()
+    scales = packed[:, GROUP * 16 :].view(torch.float32).flatten()[: len(weight)].double()
+    step = torch.maximum(weight.double().norm(dim=1) / WEIGHT_NORM, weight[:, 0] / LARGEST)
+    bound = 0.51 * torch.maximum(step, torch.tensor(2.0**-126))
+    error = (numbers * scales[:, None] - weight.double()).abs().amax(dim=1)
+    assert (error <= bound).all()
+
+
 def test_rows_of_zeros_and_rows_that_are_not_whole():
     x, weight = torch.randn(3, 33), torch.randn(20, 33)
     x[1], weight[2] = 0, 0
