@@ -19,6 +19,11 @@ from jobs.celery_app import BACKGROUND_STEP
 from worker.headers import tidy
 
 SHUT_S = 0.1  # until it is asked again whether the background is wanted
+# kombu's, of a connection in an event loop
+_TIMERS = (
+    "_restore_messages_tref", "_subclient_health_tref", "_brpop_health_tref", "_reauth_tref",
+    "_binding_expiry_tref",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +91,25 @@ class Transport(redis.Transport):
     # the pool's, of which a process has one, as of Celery's own state; an option of the connection
     # would be told to monitors, which take no function
     takes_background: ClassVar[Callable[[], bool]] = _always
+    # what the last one of this process has in the event loop
+    _in_loop: ClassVar[tuple[Any, set[Callable[[], None]]] | None] = None
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        """Take the place of the connection before, which has been lost.
+
+        kombu leaves what that one called in each turn, and with it all that it had, for each
+        reconnection.
+        """
+        if Transport._in_loop is not None:
+            cycle, ticks = Transport._in_loop
+            loop.on_tick -= ticks
+            for name in _TIMERS:
+                entry = getattr(cycle, name, None)
+                if entry is not None:
+                    entry.cancel()
+        before = set(loop.on_tick)
+        super().register_with_event_loop(connection, loop)
+        Transport._in_loop = self.cycle, loop.on_tick - before
 
     def _deliver(self, message: Any, queue: str | None) -> None:
         try:

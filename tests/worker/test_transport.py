@@ -1,10 +1,13 @@
 """What a worker's Redis transport does that kombu's does not."""
 
 import contextlib
+import gc
 import logging
+import weakref
 
 import kombu
 import pytest
+from kombu.asynchronous import Hub
 
 from worker import transport
 
@@ -77,3 +80,24 @@ def test_the_background_is_left_in_redis_while_it_is_not_wanted(valkey_url, monk
             while len(got) < 3:
                 connection.drain_events(timeout=5)
     assert got == [0, 9, 9]
+
+
+def test_a_connection_that_was_lost_leaves_nothing_in_the_event_loop(valkey_url, monkeypatch):
+    monkeypatch.setattr(transport.Transport, "_in_loop", None)
+    hub, seen, timers = Hub(), [], []
+    for _ in range(4):
+        connection = kombu.Connection(valkey_url, transport=transport.Transport)
+        made = connection.transport
+        made.register_with_event_loop(connection.connection, hub)
+        connection.channel().client.ping()
+        seen.append(weakref.ref(made.cycle))
+        timers.append(sum(not each.entry.canceled for each in hub.timer.queue))
+        connection.collect()  # as Celery does with one that it has lost
+    held = hub.timer._queue
+    held[:] = [each for each in held if not each.entry.canceled]  # as when they are due
+    del connection, made
+    gc.collect()
+    assert [cycle() is not None for cycle in seen] == [False, False, False, True]
+    assert timers == [timers[0]] * 4
+    assert len(hub.on_tick) == 1
+    hub.close()
