@@ -206,14 +206,12 @@ async def test(endpoint_id: str, request: Request, services: Services, tenant: s
     refuse_key(request)
     asked = (await _read_if_any(request, services, Test)).event_type
 
-    def put_down(connection: Connection, now: float) -> Delivery:
-        endpoint = webhooks.get_endpoint(connection, tenant, _id(endpoint_id))
-        [delivery] = webhooks.record(
-            connection, tenant, asked or EventType.PING, endpoint.id, now=now, only=endpoint.id
-        )
-        return delivery
-
-    delivery = await _write(services, put_down)
+    delivery = await _write(
+        services,
+        lambda connection, now: webhooks.try_out(
+            connection, tenant, _id(endpoint_id), asked or EventType.PING, now=now
+        ),
+    )
     if asked is None:
         return json_response(delivery_object(delivery))
     tried = await _once_tried(services, delivery)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jobs import webhooks
 from tests.api.conftest import error_of
 
 NEW = {"name": "shop", "url": "https://shop.example/hooks", "event_types": ["batch.completed"]}
@@ -74,3 +75,15 @@ def test_a_key_that_would_not_be_kept_to_is_refused(sqlite_client, path):
     error = error_of(reply)
     assert (error["param"], error["code"]) == ("idempotency-key", "unsupported_parameter")
     assert len(sqlite_client.get(PATH).json()["data"]) == 1
+
+
+def test_an_endpoint_whose_deliveries_pile_up_is_not_tried_out(sqlite_client, monkeypatch):
+    monkeypatch.setattr(webhooks, "MAX_WAITING", 3)
+    made, other = (sqlite_client.post(PATH, json=NEW).json() for _ in range(2))
+    for _ in range(3):
+        assert sqlite_client.post(f"{PATH}/{made['id']}/test").status_code == 200
+    reply = sqlite_client.post(f"{PATH}/{made['id']}/test")
+    assert reply.status_code == 400
+    assert "3 deliveries" in error_of(reply)["message"]
+    assert len(sqlite_client.get(f"{PATH}/{made['id']}/deliveries").json()["data"]) == 3
+    assert sqlite_client.post(f"{PATH}/{other['id']}/test").status_code == 200
