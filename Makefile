@@ -21,8 +21,8 @@ demo: setup  ## run 48 prompts through the whole service and show answers and st
 
 test: setup lint $(BIN)/triton-installed  ## check style, types and imports, then run all tests
 	$(BIN)/python -m tests.compile_kernels
-	# three on two cores, for many tests wait for processes
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	# four on two cores, for many tests wait for processes
+	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 lint: setup  ## check style, types and imports
 	$(BIN)/ruff check

@@ -48,7 +48,8 @@ def cluster(request, tmp_path_factory, tiny_llama_dir) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def client(cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cluster.api}/v1", api_key="none", max_retries=0) as client:
+    key = next(iter(cluster.keys.values()))
+    with openai.OpenAI(base_url=f"{cluster.api}/v1", api_key=key, max_retries=0) as client:
         yield client
 
 

@@ -107,7 +107,7 @@ def test_with_so_few_blocks_that_sequences_are_preempted(engine_of):
     assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_seqs", [1, 16])
+@pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_rounded_weights_part_from_it_only_where_two_tokens_are_as_likely(smollm2_dir, num_seqs):
     config = EngineConfig(
         model=str(smollm2_dir), device="cpu", dtype="float16", num_blocks=256,
