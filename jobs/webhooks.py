@@ -26,7 +26,6 @@ from jobs.rows import decode, encode, picked
 
 MAX_ENDPOINTS = 32  # of one tenant
 MAX_DELIVERIES_LISTED = 100
-MAX_WAITING = 100  # deliveries of one endpoint, beyond which it is not tried out
 # seconds after each try that failed; after the last of them it is given up: some six hours in all
 BACKOFF_S = (5, 30, 120, 300, 900, 1800, 3600, 7200, 7200)
 IN_HANDS_S = 120.0  # a sweeper that took a delivery and died is waited for so long
@@ -201,30 +200,6 @@ def record(
             [{name: getattr(each, name) for name in names} for each in deliveries],
         )
     return deliveries
-
-
-def try_out(
-    connection: Connection, tenant: str, endpoint_id: str, event_type: str, *, now: float
-) -> Delivery:
-    """Make an event for one endpoint alone, whatever it asks for.
-
-    Raises UnknownWebhook, and WebhookError where many of its deliveries are not over: each call
-    makes one more.
-    """
-    endpoint = get_endpoint(connection, tenant, endpoint_id)
-    some = (
-        select(webhook_deliveries.c.id)
-        .where(
-            webhook_deliveries.c.tenant_id == tenant,
-            webhook_deliveries.c.endpoint_id == endpoint_id,
-            webhook_deliveries.c.next_try_at.is_not(None),
-        )
-        .limit(MAX_WAITING)
-    )
-    if len(connection.execute(some).all()) == MAX_WAITING:
-        raise WebhookError(f"{MAX_WAITING} deliveries to the endpoint are still under way")
-    [delivery] = record(connection, tenant, event_type, endpoint.id, now=now, only=endpoint.id)
-    return delivery
 
 
 def announce(connection: Connection, now: float) -> int:

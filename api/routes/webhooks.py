@@ -21,6 +21,7 @@ from api.routing import Router
 from api.services import Services
 from jobs import webhooks
 from jobs.addresses import literal_address_is_public
+from jobs.webhook_trials import try_out
 from jobs.webhooks import MAX_DELIVERIES_LISTED, Delivery, Endpoint, EventType
 
 R = TypeVar("R")
@@ -208,7 +209,7 @@ async def test(endpoint_id: str, request: Request, services: Services, tenant: s
 
     delivery = await _write(
         services,
-        lambda connection, now: webhooks.try_out(
+        lambda connection, now: try_out(
             connection, tenant, _id(endpoint_id), asked or EventType.PING, now=now
         ),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs import webhooks
+from jobs import webhook_trials
 from tests.api.conftest import error_of
 
 NEW = {"name": "shop", "url": "https://shop.example/hooks", "event_types": ["batch.completed"]}
@@ -78,7 +78,7 @@ def test_a_key_that_would_not_be_kept_to_is_refused(sqlite_client, path):
 
 
 def test_an_endpoint_whose_deliveries_pile_up_is_not_tried_out(sqlite_client, monkeypatch):
-    monkeypatch.setattr(webhooks, "MAX_WAITING", 3)
+    monkeypatch.setattr(webhook_trials, "MAX_WAITING", 3)
     made, other = (sqlite_client.post(PATH, json=NEW).json() for _ in range(2))
     for _ in range(3):
         assert sqlite_client.post(f"{PATH}/{made['id']}/test").status_code == 200
