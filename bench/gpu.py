@@ -2,19 +2,24 @@
 
     python -m bench.gpu [--budget 450] [--dry]
 
-Sections come in the order of what they tell: what the device copies and multiplies, every kernel
-against float64 on the device, the shapes that the aims name, whole engines on real shapes with
-random weights beside transformers' own continuous batching, the kernels' other shapes. One begins
-only if what it is expected to take is left of the budget, and says so where it is left out; what
-does not come back is cut off. bench/results/ keeps each row as JSON as it comes; a table is printed
-at the end. Needs PyTorch, Triton, transformers and safetensors; no network, model or service.
-`--dry` goes the same way on a CPU with tiny shapes: its numbers mean nothing.
+Each section runs in a process of its own (`bench.gpu_section`), so that a kernel which breaks the
+device takes none of the others' figures along; here rows are only collected. Sections come in the
+order of what they tell: what the device copies and multiplies and the shapes that the aims name,
+every kernel against float64 on the device, whole engines on real shapes with random weights beside
+transformers' own continuous batching, the kernels' other shapes. One begins only if what it is
+expected to take is left of the budget, and says so where it is left out; what does not come back is
+cut off. bench/results/ keeps each row as JSON as it comes; a table is printed at the end. Needs
+PyTorch, Triton, transformers and safetensors; no network, model or service. `--dry` goes the same
+way on a CPU with tiny shapes: its numbers mean nothing.
 """
 
 import argparse
-import gc
+import json
+import os
 import platform
-import time
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,33 +28,12 @@ from typing import Any
 
 import torch
 
-from bench.gpu_engine import (
-    MODELS,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    TINY,
-    Engine,
-    offline,
-    runner_of,
-    same_texts,
-    some_prompt,
-    steady_decode,
-    under_load,
-)
-from bench.gpu_kernels import (
-    DRY,
-    Row,
-    Sizes,
-    Timer,
-    aimed_at,
-    kernels_for,
-    limits,
-    proofs,
-    timings,
-)
+from bench.gpu_kernels import Row
+from bench.gpu_proofs import GROUPS
 from bench.gpu_report import Report
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
 MOST_BUDGET_S = 460.0  # with what a section may be late, and the process's start, eight minutes
 # in the order of what they tell: the first ones are there whatever the time
 PLAN = (
@@ -58,7 +42,7 @@ PLAN = (
     ("Qwen3-0.6B", "fp8"), ("Qwen3-0.6B", "int4"),
 )  # fmt: skip
 # what sections are expected to take, for want of a measurement: kernels are compiled on the way
-PROOFS_S, LIMITS_S, AIMED_S, TEXTS_S, KERNELS_S, ENGINE_S = 60.0, 5.0, 15.0, 30.0, 40.0, 60.0
+LIMITS_S, PROOFS_S, TEXTS_S, KERNELS_S, ENGINE_S = 25.0, 75.0, 35.0, 45.0, 65.0
 # an engine's time, as parts of the first one's: loading, capturing and steps grow with weights
 PARTS = {"Llama-3.1-8B": 1.0, "Qwen3-8B": 1.1, "Qwen3-0.6B": 0.6}
 PACKING = {"none": 1.0, "fp8": 1.1, "int4": 1.3}
@@ -74,61 +58,67 @@ def engine_s(report: Report, name: str, kind: str) -> float:
     return first * PARTS[name] * PACKING[kind]
 
 
-def measure_model(
-    name: str, kind: str, device: torch.device, dry: bool, limit: dict[str, float]
+def elsewhere(
+    section: str,
+    device: str,
+    given: dict[str, Any],
+    most_s: float,
+    program: str = "bench.gpu_section",
 ) -> Iterator[Row]:
-    config = TINY if dry else MODELS[name]
-    vocab = int(config["vocab_size"])
-    count = 4 if dry else 256
-    settings: dict[str, Any] = {"max_num_seqs": count, "max_model_len": 64 if dry else 4096}
-    if dry:
-        settings |= {"num_blocks": 40, "kernels": "reference"}
-    else:
-        settings |= {"quantization": kind, "max_num_batched_tokens": 4096}
-    runner, checkpoint = runner_of(config, device, **settings)
-    engine = Engine(runner, count, 64 if dry else 4096)
-    prompt, new = (9, 7) if dry else (PROMPT_TOKENS, NEW_TOKENS)
-    for batch in (1, 2) if dry else (1, 256, 64):
-        row = steady_decode(engine, batch, 4 if dry else 48, vocab)
-        weights = checkpoint.num_bytes * {"none": 1.0, "fp8": 0.5, "int4": 0.27}[kind]
-        if "copy_gb_s" in limit:
-            row["weights_at_copy_rate_ms"] = weights / limit["copy_gb_s"] / 1e6
-        yield row
-    row = offline(engine, count, vocab, prompt, new)
-    yield row
-    rate = 0.5 * float(str(row["tokens_s"])) / new
-    yield under_load(engine, rate, 0.2 if dry else 6.0, vocab, (prompt, new))
+    """A section's rows from a process of its own; the last one tells how it failed, if it did."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", program, section, "--device", device,
+            "--rows-to", str(writer), "--given", json.dumps(given),
+        ],
+        cwd=ROOT, pass_fds=[writer], stdout=sys.stderr,
+    )  # fmt: skip
+    os.close(writer)
+    cut_off = threading.Event()
+
+    def end() -> None:
+        cut_off.set()
+        process.kill()
+
+    watch = threading.Timer(max(0.0, most_s), end)
+    watch.daemon = True
+    watch.start()
+    failed = False
+    try:
+        with os.fdopen(reader) as lines:
+            for line in lines:
+                if line.endswith("\n"):  # else it was ended while it wrote
+                    row = json.loads(line)
+                    failed = failed or "failed" in row
+                    yield row
+        status = process.wait()
+        if cut_off.is_set():
+            yield {"cut_off": f"it had not come back in {most_s:.0f} s"}
+        elif status and not failed:
+            yield {"failed": f"its process ended with status {status}"}
+    finally:
+        watch.cancel()
+        process.kill()
+        process.wait()
 
 
-def generate_batch(device: torch.device, dry: bool) -> Row:
-    """transformers' continuous batching on the same shape and load."""
-    import random
-
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    config = dict(TINY if dry else MODELS["Llama-3.1-8B"])
-    count, prompt, new = (4, 9, 7) if dry else (256, PROMPT_TOKENS, NEW_TOKENS)
-    made = AutoConfig.for_model(config.pop("model_type"), **config)
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        model.eval()
-    draw = random.Random(1)
-    prompts = [some_prompt(draw, made.vocab_size, prompt) for _ in range(count)]
-    settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    given: dict[str, Any] = {"generation_config": settings, "progress_bar": False}
-    if dry:  # else it fills half the memory with its cache
-        from transformers import ContinuousBatchingConfig
-
-        few = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-        given["continuous_batching_config"] = few
-    model.generate_batch(inputs=prompts[:2], **given)
-    started = time.perf_counter()
-    outputs = model.generate_batch(inputs=prompts, **given)
-    seconds = time.perf_counter() - started
-    tokens = sum(len(output.generated_tokens) for output in outputs.values())
-    return {"measured": "generate_batch", "requests": count, "tokens_s": tokens / seconds}
+def proofs_elsewhere(device: str, report: Report, **how: Any) -> Iterator[Row]:
+    """Every group's proofs. What a group has broken the next ones do not see: they begin anew."""
+    left, group = list(GROUPS), ""
+    while left:
+        begun, broke = len(left), False
+        for row in elsewhere("proofs", device, {"groups": left}, report.left_s, **how):
+            if "begins" in row:
+                group = str(row["begins"])
+                left.remove(group)
+                continue
+            broke = "kernel" not in row
+            yield {"kernel": group, "ok": False} | row
+        if broke and len(left) == begun:  # it did not even come to the first
+            return
+        if not broke:
+            return
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -143,81 +133,93 @@ def machine(device: torch.device) -> dict[str, str]:
     return found | {"gpu": gpu, "python": platform.python_version()}
 
 
-def aims(found: dict[str, Any]) -> Iterator[Row]:
-    """What was wanted, and what was found of it."""
+def rows_in(found: dict[str, Any], section: str) -> list[Row]:
+    each = found.get(section)
+    each = each if isinstance(each, list) else [each]
+    return [row for row in each if isinstance(row, dict)]
 
-    def rows(section: str) -> list[Row]:
-        each = found.get(section)
-        each = each if isinstance(each, list) else [each]
-        return [row for row in each if isinstance(row, dict)]
+
+def why_not(found: dict[str, Any], section: str) -> str:
+    """Why a section has no such figure."""
+    if section not in found:
+        return f"{section}: not begun"
+    for row in rows_in(found, section):
+        for reason in ("left_out", "cut_off", "failed"):
+            if reason in row:
+                return f"{section}: {reason.replace('_', ' ')}: {row[reason]}"
+    return f"{section}: not measured on this machine"
+
+
+def aims(found: dict[str, Any]) -> Iterator[Row]:
+    """What was wanted, and what was found of it; or why nothing was."""
 
     def number(section: str, key: str, **of: object) -> float | None:
-        for row in rows(section):
+        for row in rows_in(found, section):
             if key in row and all(row.get(name) == value for name, value in of.items()):
                 return None if row[key] is None else float(str(row[key]))
         return None
 
-    def aim(name: str, part: float | None, whole: float | None, wanted: float) -> Row:
-        if part is None or not whole:
-            return {"aim": name, "found": "unmeasured"}
-        share = part / whole
-        return {"aim": name, "found": share, "wanted": wanted, "met": share >= wanted}
+    def aim(name: str, wanted: float, *parts: tuple[str, float | None]) -> Row:
+        for section, figure in parts:
+            if not figure:
+                why = why_not(found, section)
+                return {"aim": name, "wanted": wanted, "found": "unmeasured", "why": why}
+        share = (parts[0][1] or 0.0) / (parts[1][1] or 1.0)
+        return {"aim": name, "wanted": wanted, "found": share, "met": share >= wanted}
+
+    def of_limits(key: str, **of: object) -> tuple[str, float | None]:
+        return "limits", number("limits", key, **of)
 
     engine = section_name(*PLAN[0])
-    decode = number("aimed at", "gb_s", kernel="decode attention")
-    yield aim("decode attention / copy", decode, number("limits", "copy_gb_s"), 0.85)
-    prefill = number("aimed at", "tflop_s", kernel="prefill attention")
-    yield aim("prefill attention / matmul", prefill, number("limits", "bf16_tflop_s"), 0.60)
-    floor = number(engine, "weights_at_copy_rate_ms", batch=1)
-    yield aim("reading weights / decode step", floor, number(engine, "step_ms", batch=1), 0.75)
-    rate = number(engine, "tokens_s", measured="offline")
-    other = number("generate_batch", "tokens_s")
-    yield aim("tokens/s / generate_batch's", rate, other, 2.0)
-    busy = number(engine, "gpu_ms", batch=256)
-    yield aim("GPU busy in steady decode", busy, number(engine, "step_ms", batch=256), 0.95)
+
+    def of_engine(key: str, **of: object) -> tuple[str, float | None]:
+        return engine, number(engine, key, **of)
+
+    yield aim(
+        "decode attention / copy", 0.85,
+        of_limits("gb_s", kernel="decode attention"), of_limits("copy_gb_s"),
+    )  # fmt: skip
+    yield aim(
+        "prefill attention / matmul", 0.60,
+        of_limits("tflop_s", kernel="prefill attention"), of_limits("bf16_tflop_s"),
+    )  # fmt: skip
+    yield aim(
+        "reading weights / decode step", 0.75,
+        of_engine("weights_at_copy_rate_ms", batch=1), of_engine("step_ms", batch=1),
+    )  # fmt: skip
+    yield aim(
+        "tokens/s / generate_batch's", 2.0,
+        of_engine("tokens_s", measured="offline"),
+        ("generate_batch", number("generate_batch", "tokens_s")),
+    )  # fmt: skip
+    yield aim(
+        "GPU busy in steady decode", 0.95,
+        of_engine("gpu_ms", batch=256), of_engine("step_ms", batch=256),
+    )  # fmt: skip
 
 
 def run(report: Report, device: torch.device, dry: bool) -> None:
     def needs(seconds: float) -> float:
         return 0.0 if dry else seconds
 
-    sizes = DRY if dry else Sizes()
+    def section(name: str, seconds: float, module: str = "", **given: Any) -> None:
+        def rows() -> Iterator[Row]:
+            return elsewhere(module or name, device.type, given, report.left_s)
+
+        report.section(name, rows, needs_s=needs(seconds))
+
     report.section("machine", lambda: machine(device), needs_s=0)
-    kernels = kernels_for(device)
-    timer = Timer(device, 3 if dry else 10)
-    settings: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 8, "max_model_len": 128}
-    if dry:
-        settings["kernels"] = "reference"
-    given = kernels, timer, device, sizes
-    with torch.inference_mode():
-        limit = report.section("limits", lambda: limits(*given[1:]), needs_s=needs(LIMITS_S))
-        report.section("proofs", lambda: proofs(kernels, device, sizes), needs_s=needs(PROOFS_S))
-        report.section("aimed at", lambda: aimed_at(*given), needs_s=needs(AIMED_S))
-    report.section(
-        "same texts", lambda: same_texts(TINY, device, **settings), needs_s=needs(TEXTS_S)
-    )
+    section("limits", LIMITS_S)
+    limit = (rows_in(report.found, "limits") or [{}])[0]
+    report.section("proofs", lambda: proofs_elsewhere(device.type, report), needs_s=needs(PROOFS_S))
+    section("same texts", TEXTS_S)
     for name, kind in PLAN[:1] if dry else PLAN:
-        report.section(
-            section_name(name, kind),
-            lambda name=name, kind=kind: measure_model(name, kind, device, dry, limit or {}),  # type: ignore[misc]
-            needs_s=needs(engine_s(report, name, kind)),
-        )
-        free_memory(device)
+        seconds = engine_s(report, name, kind)
+        section(section_name(name, kind), seconds, "engine", model=name, kind=kind, limits=limit)
         if (name, kind) == PLAN[0]:
-            report.section(
-                "generate_batch", lambda: generate_batch(device, dry), needs_s=needs(ENGINE_S)
-            )
-            free_memory(device)
-            with torch.inference_mode():
-                report.section("kernels", lambda: timings(*given), needs_s=needs(KERNELS_S))
-            free_memory(device)
+            section("generate_batch", ENGINE_S)
+            section("kernels", KERNELS_S)
     report.section("aims", lambda: list(aims(report.found)), needs_s=float("-inf"))
-
-
-def free_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -239,8 +241,7 @@ def main() -> None:
     run(report, device, args.dry)
     print("\n".join(report.table()))
     print(report.path)
-    proven = [report.found[name] for name in ("proofs", "same texts")]
-    rows = [row for each in proven for row in (each if isinstance(each, list) else [each])]
+    rows = [row for name in ("proofs", "same texts") for row in rows_in(report.found, name)]
     wrong = [row for row in rows if not row.get("ok")]
     if wrong:
         raise SystemExit(f"{len(wrong)} proofs failed or were left out")

@@ -6,7 +6,7 @@ Scheduler, stepper and model runner as in `LLMEngine`; no tokenizer, so no word 
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.gpu_split import Split, splitting
 from engine import model_runner
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
@@ -26,7 +27,7 @@ from engine.speculation.ngram import NgramProposer
 from engine.speculation.speculator import Speculator
 from engine.step_memory import max_num_scored_tokens
 from engine.step_plan import StepPlan
-from engine.step_result import OnDevice, StepResult
+from engine.step_result import StepResult
 from engine.stepper import Stepper
 from engine.totals import Totals
 
@@ -69,7 +70,7 @@ class RandomCheckpoint:
     def __init__(self, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.dtype = dtype
-        self.num_bytes = 0  # of all that was taken
+        self.num_bytes = {"embedding": 0, "projections": 0, "rest": 0}  # that were taken
         self._device = device
 
     def __enter__(self) -> Self:
@@ -80,10 +81,17 @@ class RandomCheckpoint:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=self._device)
-        self.num_bytes += tensor.nbytes
+        part = "projections" if "_proj." in name else "rest"
+        self.num_bytes["embedding" if "embed_tokens" in name else part] += tensor.nbytes
         if name.endswith("norm.weight"):
             return tensor.fill_(1.0)
         return tensor.normal_(std=shape[-1] ** -0.5)
+
+    def bytes_read(self, quantization: str) -> float:
+        """Of weights, in a step of decodes: of an embedding that is no head, too, only rows are."""
+        kept = {"none": 1.0, "fp8": 0.5, "int4": 0.27}[quantization]
+        head = self.num_bytes["embedding"] if self.config["tie_word_embeddings"] else 0
+        return self.num_bytes["projections"] * kept + self.num_bytes["rest"] + head
 
     def check_all_taken(self, ignored: object) -> None:
         pass
@@ -122,12 +130,10 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         self.runner = runner
-        self.seconds: dict[str, float] = {}
         self.times: dict[str, Times] = {}
         self.token_ids: dict[str, list[int]] = {}
         self.num_steps = 0
         self.totals = Totals()
-        self._gpu: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._scheduler = Scheduler(
             num_blocks=runner.num_blocks, block_size=16, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=num_tokens, max_model_len=runner.max_model_len,
@@ -164,60 +170,11 @@ class Engine:
             self.token_ids[sequence.request_id] = sequence.generated_ids
 
     @contextmanager
-    def split(self) -> Iterator[None]:
-        """Inside it the parts of a step are timed."""
-
-        def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                started = time.perf_counter()
-                result = call(*args)
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-                return result
-
-            return run
-
-        self.seconds.clear()
+    def split(self) -> Iterator[Split]:
+        """Inside it the parts of steps are timed, and steps are counted from its begin."""
         self.num_steps = 0
-        self._gpu.clear()
-        with (
-            mock.patch.object(
-                self._scheduler, "schedule", timed("schedule", self._scheduler.schedule)
-            ),
-            mock.patch.object(self._scheduler, "update", timed("update", self._scheduler.update)),
-            mock.patch.object(self.runner, "launch", timed("launch", self._launch_between_events)),
-            mock.patch.object(OnDevice, "wait", _timed_wait(self.seconds)),
-        ):
-            yield
-
-    def _launch_between_events(self, *args: Any) -> Any:
-        launch = type(self.runner).launch
-        if self.runner.device.type != "cuda":
-            return launch(self.runner, *args)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        launched = launch(self.runner, *args)
-        end.record()
-        self._gpu.append((begin, end))
-        return launched
-
-    def gpu_s(self) -> float:
-        """Seconds that the device was in the steps since `split` began."""
-        if not self._gpu:
-            return 0.0
-        torch.cuda.synchronize()
-        return sum(float(begin.elapsed_time(end)) for begin, end in self._gpu) / 1e3
-
-
-def _timed_wait(seconds: dict[str, float]) -> Callable[[OnDevice], StepResult]:
-    wait = OnDevice.wait
-
-    def run(step: OnDevice) -> StepResult:
-        started = time.perf_counter()
-        result = wait(step)
-        seconds["wait"] = seconds.get("wait", 0.0) + time.perf_counter() - started
-        return result
-
-    return run
+        with splitting(self.runner, self._scheduler) as split:
+            yield split
 
 
 def some_prompt(draw: random.Random, vocab: int, length: int) -> list[int]:
@@ -231,18 +188,21 @@ def steady_decode(engine: Engine, batch: int, num_steps: int, vocab: int) -> Row
         engine.add(f"decode {batch} {i}", some_prompt(draw, vocab, 8), num_steps + 12)
     for _ in range(8):
         engine.step()
-    with engine.split():
+    with engine.split() as split:
         started = time.perf_counter()
         for _ in range(num_steps):
             engine.step()
         wall_s = time.perf_counter() - started
-        gpu_s, steps = engine.gpu_s(), max(1, engine.num_steps)
-        parts = {f"{name}_ms": s / steps * 1e3 for name, s in engine.seconds.items()}
+        steps = max(1, engine.num_steps)
+    on_device = split.on_device()
     while engine.busy:
         engine.step()
+    parts = {f"{name}_ms": s / steps * 1e3 for name, s in split.on_processor.items()}
+    parts |= {f"gpu_{name}_ms": s / steps * 1e3 for name, s in on_device.items()}
+    gpu_s = sum(on_device.values())
     return {
         "measured": "steady decode", "batch": batch, "step_ms": wall_s / steps * 1e3,
-        "gpu_ms": gpu_s / steps * 1e3, "gpu_idle": 1 - gpu_s / wall_s if gpu_s else None, **parts,
+        "gpu_ms": gpu_s / steps * 1e3, "gpu_idle": 1 - gpu_s / wall_s, **parts,
     }  # fmt: skip
 
 

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.gpu import ENGINE_S, PLAN, engine_s
-from bench.gpu_kernels import DRY, proofs
+from bench.gpu import ENGINE_S, PLAN, aims, elsewhere, engine_s, proofs_elsewhere
+from bench.gpu_engine import RandomCheckpoint
+from bench.gpu_kernels import DRY
+from bench.gpu_proofs import proofs
 from bench.gpu_report import CUT_OFF, Report
 from engine.kernels.registry import REFERENCE
 
@@ -46,10 +48,10 @@ def test_a_dry_run_proves_measures_and_keeps_what_it_found(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = found_in(tmp_path)
     assert list(found) == [
-        "machine", "limits", "proofs", "aimed at", "same texts", "Llama-3.1-8B bf16",
+        "machine", "limits", "proofs", "same texts", "Llama-3.1-8B bf16",
         "generate_batch", "kernels", "aims", "seconds",
     ]  # fmt: skip
-    assert found["generate_batch"]["tokens_s"] > 0
+    assert found["generate_batch"][0]["tokens_s"] > 0
     assert not any(word in json.dumps(found) for word in ("failed", "left_out", "cut_off")), found
     proven = " ".join(proof["kernel"] for proof in found["proofs"])
     for kernel in (
@@ -66,6 +68,10 @@ def test_a_dry_run_proves_measures_and_keeps_what_it_found(tmp_path):
     assert all(row["tokens_s"] > 0 for row in rows if row["measured"] == "offline")
     for part in ("schedule_ms", "launch_ms", "wait_ms", "update_ms"):
         assert rows[0][part] > 0
+    on_device = [rows[0][part] for part in ("gpu_model_ms", "gpu_sample_ms", "gpu_copy_ms")]
+    assert all(on_device)
+    assert rows[0]["gpu_ms"] == pytest.approx(sum(on_device))
+    assert rows[0]["gpu_ms"] < rows[0]["step_ms"]
     assert len(found["aims"]) == 5
     measured = [aim["aim"] for aim in found["aims"] if aim["found"] != "unmeasured"]
     assert len(measured) == 4, "all but what needs a GPU's clock and a batch of 256"
@@ -76,10 +82,88 @@ def test_a_kernel_that_cannot_run_is_told_of_beside_the_others():
     def broken(gate_up):
         raise RuntimeError("no such unit")
 
+    cpu, kernels = torch.device("cpu"), replace(REFERENCE, silu_mul=broken)
     with torch.inference_mode():
-        rows = list(proofs(replace(REFERENCE, silu_mul=broken), torch.device("cpu"), DRY))
-    assert [row["failed"] for row in rows if not row["ok"]] == ["RuntimeError: no such unit"]
-    assert {"draw", "moe", "fp8_linear"} <= {row["kernel"] for row in rows}
+        rows = list(proofs(kernels, cpu, DRY, ["copies", "sums", "draws"]))
+    assert [row["begins"] for row in rows if "begins" in row] == ["copies", "sums", "draws"]
+    failed = [row for row in rows if not row.get("ok", True)]
+    assert [row["failed"] for row in failed] == ["RuntimeError: no such unit"]
+    assert {"copy_blocks torch.int8", "rms_norm float32", "draw"} <= {
+        row.get("kernel") for row in rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ("rms_norm", lambda x, weight, eps: REFERENCE.rms_norm(x, weight, eps) * 1.001),
+        ("silu_mul", lambda x: REFERENCE.silu_mul(x) + 0.001),
+        ("penalize", lambda logits, at, terms: REFERENCE.penalize(logits, at, terms * 1.001)),
+    ],
+)
+def test_a_kernel_that_is_a_little_wrong_proves_so(kernel, wrong):
+    kernels = replace(REFERENCE, **{kernel: wrong})
+    with torch.inference_mode():
+        rows = list(proofs(kernels, torch.device("cpu"), DRY, ["sums", "draws"]))
+    bad = {row["kernel"].split()[0] for row in rows if not row.get("ok", True)}
+    assert bad == {kernel}
+
+
+BROKEN = "tests.bench.breaking_section"
+
+
+def test_a_group_that_ends_its_process_leaves_the_others_their_proofs(tmp_path, monkeypatch):
+    groups = dict.fromkeys(("sums", "copies", "draws"))  # the second one's kernels break there
+    monkeypatch.setattr("bench.gpu.GROUPS", groups)
+    rows = list(proofs_elsewhere("cpu", Report(100.0, tmp_path / "found.json"), program=BROKEN))
+    assert [row for row in rows if not row["ok"]] == [
+        {"kernel": "copies", "ok": False, "failed": "its process ended with status -9"}
+    ]
+    assert {"rms_norm float32", "draw"} <= {row["kernel"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("section", "most_s", "told"),
+    [
+        ("stuck", 3.0, {"cut_off": "it had not come back in 3 s"}),
+        ("no such section", 60.0, {"failed": "AssertionError: no such section"}),
+    ],
+)
+def test_what_becomes_of_a_section_elsewhere_is_told(section, most_s, told):
+    assert list(elsewhere(section, "cpu", {}, most_s, BROKEN)) == [told]
+
+
+def test_an_aim_without_a_figure_says_why():
+    assert {row["why"] for row in aims({})} == {
+        "limits: not begun", "Llama-3.1-8B bf16: not begun",
+    }  # fmt: skip
+    found = {
+        "limits": [{"copy_gb_s": 4000.0, "bf16_tflop_s": 700.0}, {"cut_off": "after 9 s"}],
+        "Llama-3.1-8B bf16": [
+            {"batch": 1, "weights_at_copy_rate_ms": 3.75, "step_ms": 5.0, "gpu_ms": 4.9},
+            {"measured": "offline", "tokens_s": 9000.0},
+        ],
+        "generate_batch": {"left_out": "9 s left, 65 needed"},
+    }
+    decode, prefill, step, ratio, busy = aims(found)
+    assert decode["why"] == prefill["why"] == "limits: cut off: after 9 s"
+    assert (step["found"], step["met"]) == (0.75, True)
+    assert ratio["why"] == "generate_batch: left out: 9 s left, 65 needed"
+    assert busy["why"] == "Llama-3.1-8B bf16: not measured on this machine"
+
+
+def test_the_floor_of_a_step_has_no_embedding_but_one_that_is_the_head():
+    def taken(tied):
+        checkpoint = RandomCheckpoint(
+            {"tie_word_embeddings": tied}, torch.device("cpu"), torch.bfloat16
+        )
+        for name in ("embed_tokens", "q_proj", "lm_head")[: 2 if tied else 3]:
+            checkpoint.take(f"model.{name}.weight", (100, 10))
+        return checkpoint
+
+    for tied in (False, True):
+        assert taken(tied).bytes_read("none") == 4000
+        assert taken(tied).bytes_read("fp8") == 3000, "heads stay whole"
 
 
 @pytest.fixture

@@ -19,7 +19,11 @@ from tests.engine.scripted_runner import Clock, ScriptedRunner, hashed_token
 BLOCK_SIZE = 4
 
 
-@pytest.fixture(params=[secrets.randbelow(2**32) for _ in range(12)], ids=lambda _: "seed")
+# in the first, who was preempted comes back in the plan that has it so, with a token unknown
+SEEDS = [374, *(secrets.randbelow(2**32) for _ in range(11))]
+
+
+@pytest.fixture(params=SEEDS, ids=lambda _: "seed")
 def draw(request):
     return random.Random(request.param)
 
@@ -64,9 +68,9 @@ def test_texts_are_those_of_steps_in_turn(tokenizer, draw):
     engine, _ = an_engine(
         tokenizer,
         DelayedRunner,
-        num_blocks=draw.choice((24, 30, 64)),  # few make preemptions
+        num_blocks=draw.choice((11, 12, 24, 64)),  # few make preemptions
         max_num_seqs=draw.choice((3, 16)),
-        max_num_batched_tokens=draw.choice((8, 64)),
+        max_num_batched_tokens=draw.choice((4, 8, 64)),
         enable_prefix_caching=draw.random() < 0.7,
     )
     waiting, outputs = list(enumerate(requests)), {}

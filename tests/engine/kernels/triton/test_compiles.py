@@ -42,6 +42,32 @@ ATTENTION = {
     ],
 }
 CASES = [(head_dim, *case) for head_dim, cases in ATTENTION.items() for case in cases]
+# and over 8 bits, with so many query heads to a KV head: (head's size, heads, window, cap, sinks)
+IN_8_BITS = [
+    (64, 8, 128, None, True),  # gpt-oss
+    (256, 2, 4096, 50.0, False),  # Gemma 2 9B
+    (128, 7, None, None, False),  # Qwen2.5 7B
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (
+            (64, 8, None, None, True),
+            (64, 7, None, None, False),  # Qwen2.5 0.5B
+            (64, 3, None, None, False),  # Llama 3.2 1B has 4, SmolLM2 3
+            (80, 1, None, None, False),  # Phi 2
+            (96, 1, 2047, None, False),  # Phi 3
+            (128, 1, None, None, False),  # Llama 2
+            (128, 2, 4096, 50.0, False),  # Gemma 2 27B
+            (128, 2, None, 50.0, False),
+            (128, 4, 4096, None, False),  # Mistral
+            (128, 5, None, None, False),  # Qwen2.5 32B
+            (128, 8, 4096, 50.0, True),  # all at once, and Llama 3 70B's heads
+            (256, 2, None, 50.0, False),  # Gemma 2's layers without a window
+            (256, 4, 512, None, False),  # Gemma 3 1B
+            (256, 8, None, None, False),  # Gemma 2B
+            (256, 8, 4096, 50.0, True),
+        )
+    ),
+]
 
 pytestmark = pytest.mark.parametrize("capability", CAPABILITIES)
 
@@ -52,11 +78,19 @@ def kv_cache(num_blocks, num_kv_heads, head_dim, dtype, block_size=16):
 
 
 def launch_attention(
-    dtype, head_dim, *, window=None, softcap=None, sinks=False, kv_dtype=None, block_size=16
+    dtype,
+    head_dim,
+    *,
+    window=None,
+    softcap=None,
+    sinks=False,
+    kv_dtype=None,
+    block_size=16,
+    group=4,
 ):
     """A prompt's chunk beside decodes with long contexts: all four launches."""
     num_kv_heads, num_tokens, num_sequences = 2, 40, 16
-    num_heads = num_kv_heads * 4
+    num_heads = num_kv_heads * group
     fused = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     attention.paged_attention(
         fused[:, :num_heads],
@@ -71,10 +105,10 @@ def launch_attention(
     )
 
 
-def check(kernels, capability):
+def check(kernels, capability, most_spilled=0):
     for kernel in kernels:
         assert kernel.cubin[:4] == b"\x7fELF"
-        assert kernel.spilled_bytes == 0, (kernel.name, kernel.num_registers)
+        assert kernel.spilled_bytes <= most_spilled, (kernel.name, kernel.num_registers)
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel.name
 
 
@@ -127,6 +161,26 @@ def test_attention_over_eight_bits(capability, head_dim, kv_dtype):
     for kernel in kernels[::2]:
         assert any(unit in kernel.ptx for unit in ("mma.sync", "wgmma", "tcgen05"))
         assert "cp.async" in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.long)],
+    ids=str,
+)
+@pytest.mark.parametrize(("head_dim", "group", "window", "softcap", "sinks"), IN_8_BITS)
+def test_attention_over_eight_bits_as_models_ask_for_it(
+    capability, head_dim, group, window, softcap, sinks, kv_dtype
+):
+    if capability == 80 and kv_dtype == torch.float8_e4m3fn:
+        pytest.skip("compute capability 8.0 has no float8")
+    options = {"window": window, "softcap": softcap, "sinks": sinks, "group": group}
+    kernels = compiled(
+        capability,
+        lambda: launch_attention(torch.bfloat16, head_dim, kv_dtype=kv_dtype, **options),
+    )
+    assert [kernel.name for kernel in kernels] == ["attend", "merge"] * 2
+    check(kernels, capability, most_spilled=320)  # see docs/gpu.md
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
