@@ -8,7 +8,6 @@ import torch
 from engine.kernels.cpu.attention_plan import Sequences, plan_attention
 from engine.kernels.cpu.matmul import (
     ROWS_TOGETHER,
-    multiply,
     multiply_gated,
     pack,
     stored_as,
@@ -19,8 +18,9 @@ from engine.kernels.cpu.quantize import pack_int8, quantize_row, quantized_words
 from engine.kernels.cpu.tiles_int8 import GROUP_WORDS, INT8_BY_AMX
 from engine.kernels.cpu.vectors import gelu_mul_panels
 from engine.kernels.cpu.workers import Crew, run_side_by_side, share, wait_for_all
-from tests.engine.kernels import oracle
+from tests.engine.kernels import oracle, product_case
 from tests.engine.kernels.attention_case import WORKERS, Case, assert_near
+from tests.engine.kernels.product_case import NO_MEETING
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAIRED = pytest.param(
@@ -29,23 +29,14 @@ PAIRED = pytest.param(
 )
 KV_CACHES = [*({"dtype": dtype} for dtype in (*DTYPES, torch.int8)), PAIRED]
 KEPT = [{"dtype": torch.float32}, {"dtype": torch.int8}, PAIRED]  # 8 bits have a scale
-NO_MEETING = np.zeros(8, np.int64)  # of workers that run one after the other
 
 
-def product(x, packed, out, dtype=torch.float32, *, bias=None, added=False, workers=WORKERS):
-    """X Wᵀ into `out`, each worker's part after the other's."""
-    num_rows, num_inputs = x.shape
+def product(x, packed, out, dtype=torch.float32, *, workers=WORKERS, **how):
     left = x.numpy()
     if dtype == torch.int8:
-        left = np.empty((num_rows, quantized_words(num_inputs)), np.float32)
-        for row, quantized in zip(x.numpy(), left, strict=True):
-            quantize_row(row, num_inputs, quantized)
-    for worker in range(workers):
-        multiply(
-            left, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.numpy(), added,
-            num_rows, num_inputs, stored_as(dtype), Crew(worker, workers, NO_MEETING),
-        )  # fmt: skip
-    return out
+        left = product_case.rounded(x, quantize_row, quantized_words)
+    stored = stored_as(dtype)
+    return product_case.product(x, left, packed, out, stored, workers=workers, **how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,33 +18,24 @@ from engine.kernels.cpu.int16 import (
 )
 from engine.kernels.cpu.matmul import (
     ROWS_TOGETHER,
-    multiply,
     multiply_gated,
     stored_as,
 )
 from engine.kernels.cpu.workers import Crew
+from tests.engine.kernels import product_case
 from tests.engine.kernels.attention_case import assert_near
+from tests.engine.kernels.product_case import NO_MEETING
 
 pytestmark = pytest.mark.skipif(not HAS_INT16, reason="needs AVX512-VNNI")
-NO_MEETING = np.zeros(8, np.int64)
 
 
 def rounded(x):
-    made = np.full((len(x), int16_words(x.shape[1])), np.nan, np.float32)
-    for row, out in zip(x.numpy(), made, strict=True):
-        int16_row(row, x.shape[1], out)
-    return made
+    return product_case.rounded(x, int16_row, int16_words)
 
 
-def product(x, weight, out, *, bias=None, added=False):
-    packed, left = pack_int16(weight), rounded(x)
-    for worker in range(2):
-        multiply(
-            left, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.numpy(), added,
-            len(x), x.shape[1], stored_as(torch.float16, in_pairs=True),
-            Crew(worker, 2, NO_MEETING),
-        )  # fmt: skip
-    return out
+def product(x, weight, out, **how):
+    stored = stored_as(torch.float16, in_pairs=True)
+    return product_case.product(x, rounded(x), pack_int16(weight), out, stored, **how)
 
 
 def in_groups(x):

@@ -1,34 +1,23 @@
 """Products of bfloat16 numbers by pairs, against float64 of the rounded numbers."""
 
-import numpy as np
 import pytest
 import torch
 
-from engine.kernels.cpu.matmul import multiply, stored_as
+from engine.kernels.cpu.matmul import stored_as
 from engine.kernels.cpu.pairs import HAS_PAIRS, pack_pairs, pair_row, pair_words
-from engine.kernels.cpu.workers import Crew
+from tests.engine.kernels import product_case
 from tests.engine.kernels.attention_case import Case, assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_PAIRS, reason="needs AVX512-BF16")
-NO_MEETING = np.zeros(8, np.int64)
 
 
 def rounded(x):
-    made = np.full((len(x), pair_words(x.shape[1])), np.nan, np.float32)
-    for row, out in zip(x.numpy(), made, strict=True):
-        pair_row(row, x.shape[1], out)
-    return made
+    return product_case.rounded(x, pair_row, pair_words)
 
 
-def product(x, weight, out, *, bias=None, added=False):
-    packed, left = pack_pairs(weight), rounded(x)
-    for worker in range(2):
-        multiply(
-            left, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.numpy(), added,
-            len(x), x.shape[1], stored_as(torch.bfloat16, in_pairs=True),
-            Crew(worker, 2, NO_MEETING),
-        )  # fmt: skip
-    return out
+def product(x, weight, out, **how):
+    stored = stored_as(torch.bfloat16, in_pairs=True)
+    return product_case.product(x, rounded(x), pack_pairs(weight), out, stored, **how)
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2, 15, 16, 17, 90, 577, 1536])
